@@ -1,0 +1,117 @@
+"""Low-rank adapters (Hu et al. 2021, "LoRA"): y = x·W + s·(x·A)·B.
+
+An adapter is data beside the weight it adapts: the collection 'lora' mirrors 'params' and holds an
+`Adapter` where the weight has one. `ops.dot` applies it; nothing wraps a layer.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from qjax import trees
+from qjax.errors import UserError, nearest
+
+SCALE_RULES = ('standard', 'rslora')
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSpec:
+  """What adapters are made.
+
+  Attributes:
+    rank: r of A [in, r] and B [r, out].
+    alpha: numerator of the scale.
+    scale_rule: 'standard' is alpha / r; 'rslora' is alpha / sqrt(r) (Kalajdzievski 2023).
+    dropout: probability that an input of A is dropped, in training only.
+    targets: regular expression over whole parameter paths.
+  """
+
+  rank: int
+  alpha: float
+  scale_rule: Literal['standard', 'rslora'] = 'standard'
+  dropout: float = 0.0
+  targets: str = '.*/(q|k|v|o|gate|up|down)/kernel'
+
+  def __post_init__(self) -> None:
+    if self.rank < 1:
+      raise UserError(f'lora.rank = {self.rank} must be at least 1')
+    if not self.alpha > 0:
+      raise UserError(f'lora.alpha = {self.alpha} must be above 0: at 0 the adapter could never act')
+    if self.scale_rule not in SCALE_RULES:
+      raise UserError(f'lora.scale_rule = {self.scale_rule!r} is not known{nearest(self.scale_rule, SCALE_RULES)}')
+    if not 0 <= self.dropout < 1:
+      raise UserError(f'lora.dropout = {self.dropout} must be at least 0 and below 1')
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / (math.sqrt(self.rank) if self.scale_rule == 'rslora' else self.rank)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+  """One adapter or a stack of them.
+
+  Attributes:
+    a: [..., in, r].
+    b: [..., r, out].
+    scale: s, static.
+    dropout: probability, static.
+  """
+
+  a: jax.Array
+  b: jax.Array
+  scale: float = dataclasses.field(metadata={'static': True})
+  dropout: float = dataclasses.field(default=0.0, metadata={'static': True})
+
+  def delta(self) -> jax.Array:
+    """s·A·B [..., in, out] in float32: what merging adds to the weight."""
+    return self.scale * jnp.matmul(
+        self.a.astype(jnp.float32), self.b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def is_adapter(value: Any) -> bool:
+  return isinstance(value, Adapter)
+
+
+def targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+  """The parameter paths that get an adapter.
+
+  Raises:
+    UserError: the pattern matches nothing, or something that is no matrix product.
+  """
+  found = trees.select(spec.targets, list(shapes), 'lora.targets')
+  unfit = [path for path in found if not path.endswith('/kernel')]
+  if unfit:
+    raise UserError(
+        f'lora.targets: {spec.targets!r} also matches {", ".join(unfit)}; only projections (…/kernel) take an adapter'
+    )
+  for path in found:
+    k, n = shapes[path][-2:]
+    if spec.rank > min(k, n):
+      raise UserError(f'lora.rank = {spec.rank} exceeds the rank {min(k, n)} of {path} [{k}, {n}]; lower it')
+  return found
+
+
+def init(
+    spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]], key: jax.Array, dtype: jnp.dtype = jnp.dtype('float32')
+) -> dict[str, Any]:
+  """Fresh adapters for `targets(spec, shapes)`, an exact identity at the start.
+
+  A is uniform in ±1/sqrt(in) (Kaiming with a = sqrt(5), as the reference implementation draws it), B is
+  zero. Every path draws from its own key, so adding a target changes no other adapter.
+  """
+  flat = {}
+  for path in targets(spec, shapes):
+    *lead, k, n = shapes[path]
+    # A stable hash: Python's own differs between processes.
+    path_key = jax.random.fold_in(key, int.from_bytes(path.encode(), 'little') % (2**31 - 1))
+    bound = 1 / math.sqrt(k)
+    a = jax.random.uniform(path_key, (*lead, k, spec.rank), jnp.float32, -bound, bound).astype(dtype)
+    flat[path] = Adapter(a, jnp.zeros((*lead, spec.rank, n), dtype), spec.scale, spec.dropout)
+  return trees.nest(flat)

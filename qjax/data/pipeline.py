@@ -1,0 +1,380 @@
+"""From a data set's name to batches: tokenized documents, an endless training stream, a finite evaluation.
+
+Every document is tokenized once before the first batch, which finds bad rows early and gives exact counts;
+what stays in memory is each document's length, and its tokens as long as they are few.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import grain
+import numpy as np
+
+from qjax.data.packing import Batch, assemble, first_fit
+from qjax.data.sources import JsonlSource, RowSource, held_out_rows, question_key
+from qjax.data.templates import (
+  TEMPLATES,
+  Messages,
+  Template,
+  Tokenized,
+  parse_example,
+  question,
+  tokenize_example,
+)
+from qjax.data.tokenizer import Tokenizer
+from qjax.errors import UserError, nearest
+
+CONSTRUCTION_FAQ = 'construction_faq'
+CACHED_TOKENS = 2**24
+"""Documents of more tokens than this in all are read and tokenized again whenever they are needed."""
+
+TooLong = Literal['drop', 'truncate', 'error']
+Shard = tuple[int, int]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSpec:
+  """How documents become batches of `batch_size` rows of `seq_len` slots.
+
+  `pack` puts several documents into a row. `too_long` says what happens to a document of more than
+  `seq_len` + 1 tokens: it is left out, cut, or an error; the first two are counted in `Counts`.
+  """
+
+  batch_size: int
+  seq_len: int
+  seed: int
+  pack: bool
+  template: Template = 'chat'
+  too_long: TooLong = 'drop'
+
+  def __post_init__(self) -> None:
+    for name in ('batch_size', 'seq_len'):
+      if not _is_int(getattr(self, name)) or getattr(self, name) < 1:
+        raise UserError(f'{name} must be a positive integer, not {getattr(self, name)!r}')
+    if not _is_int(self.seed):
+      raise UserError(f'seed must be an integer, not {self.seed!r}')
+    if not isinstance(self.pack, bool):
+      raise UserError(f'pack must be true or false, not {self.pack!r}')
+    for name, valid in (('template', TEMPLATES), ('too_long', get_args(TooLong))):
+      if getattr(self, name) not in valid:
+        raise UserError(f'{name} is {getattr(self, name)!r}{nearest(str(getattr(self, name)), valid)}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+  """What became of a set's rows. Tokens count what is kept, a document's first token included."""
+
+  rows: int
+  documents: int
+  dropped: int
+  truncated: int
+  tokens: int
+  trained_tokens: int
+
+  def __str__(self) -> str:
+    return (f'{self.documents:,} documents of {self.rows:,} rows ({self.dropped:,} too long and left out, '
+            f'{self.truncated:,} cut), {self.tokens:,} tokens, {self.trained_tokens:,} trained on')
+
+
+class Documents(Sequence[Tokenized]):
+  """The tokenized documents of some rows of a source.
+
+  `lengths[i]`: the slots that document i takes, its tokens less one, at most `seq_len`. `rows[i]`: its row
+  in the source. `fingerprint` covers all token ids and marks, thus the data, the tokenizer and the template.
+  """
+
+  def __init__(
+    self,
+    source: RowSource,
+    rows: Sequence[int] | np.ndarray,
+    tokenizer: Tokenizer,
+    spec: DataSpec,
+    name: str = 'data',
+  ):
+    self.source, self.tokenizer, self.spec, self.name = source, tokenizer, spec, name
+    self._may_fit_chars = _longest_text(tokenizer, spec.seq_len + 1)
+    self._cache: list[Tokenized] | None = []
+    kept, lengths, longest = [], [], 0
+    truncated = tokens = trained = 0
+    digest = hashlib.blake2b(digest_size=16)
+    for row in map(int, rows):
+      document, n_tokens = self._tokenize(row)
+      longest = max(longest, n_tokens)
+      if document is None:
+        continue
+      kept.append(row)
+      lengths.append(len(document.ids) - 1)
+      truncated += n_tokens > len(document.ids)
+      tokens += len(document.ids)
+      trained += int(document.trained.sum())
+      digest.update(len(document.ids).to_bytes(8, 'little'))
+      digest.update(document.ids.tobytes() + document.trained.tobytes())
+      if self._cache is not None:
+        self._cache.append(document)
+        if tokens > CACHED_TOKENS:
+          self._cache = None
+    self.rows = np.asarray(kept, np.int64)
+    self.lengths = np.asarray(lengths, np.int64)
+    self.fingerprint = digest.hexdigest()
+    self.counts = Counts(len(rows), len(kept), len(rows) - len(kept), truncated, tokens, trained)
+    if not kept:
+      raise UserError(
+        f'{name}: no document is left of {len(rows)} rows: with seq_len {spec.seq_len} a document has at '
+        f'most {spec.seq_len + 1} tokens, and the longest here has {longest} or more; raise seq_len'
+      )
+    if self.counts.dropped or truncated:
+      _log.warning('%s: %s', name, self.counts)
+
+  def __len__(self) -> int:
+    return len(self.lengths)
+
+  def __getitem__(self, index: int) -> Tokenized:
+    if self._cache is not None:
+      return self._cache[index]
+    document, _ = self._tokenize(int(self.rows[index]))
+    assert document is not None, 'the source gave another row than before'
+    return document
+
+  def _tokenize(self, row: int) -> tuple[Tokenized | None, int]:
+    """The row's document, None when it is left out, and how many tokens (at least) it had before cutting."""
+    where, limit = self.source.where(row), self.spec.seq_len + 1
+    messages = parse_example(self.source[row], where)
+    if self.spec.too_long != 'truncate' and _n_chars(messages) > self._may_fit_chars:
+      # Tokenizing a text of megabytes takes a hundred times its size in memory; that it is too long is known.
+      document, n_tokens, amount = None, limit + 1, f'{_n_chars(messages):,} characters'
+    else:
+      document = tokenize_example(messages, self.tokenizer, self.spec.template, where)
+      n_tokens = len(document.ids)
+      amount = f'{n_tokens:,} tokens'
+    if n_tokens <= limit:
+      return document, n_tokens
+    if self.spec.too_long == 'error':
+      raise UserError(
+        f'{where}: {amount}, and with seq_len {self.spec.seq_len} a document has at most {limit} tokens; '
+        "raise seq_len, or set too_long to 'drop' or 'truncate'"
+      )
+    if self.spec.too_long == 'drop':
+      return None, n_tokens
+    cut = Tokenized(document.ids[:limit], document.trained[:limit])
+    return (cut if cut.trained.any() else None), n_tokens  # Without any of its answer it teaches nothing.
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+  """Documents to train on and documents to evaluate on; `shared_questions` counts questions in both."""
+
+  train: Documents
+  eval: Documents
+  shared_questions: int
+
+  @property
+  def counts(self) -> dict[str, Counts]:
+    return {'train': self.train.counts, 'eval': self.eval.counts}
+
+  def __str__(self) -> str:
+    return f'train: {self.train.counts}\neval: {self.eval.counts}'
+
+
+def load(
+  path: str | os.PathLike[str],
+  tokenizer: Tokenizer,
+  spec: DataSpec,
+  held_out: float = 0.2,
+  seed: int = 0,
+  eval_path: str | os.PathLike[str] | None = None,
+) -> Dataset:
+  """The data set 'construction_faq', or a .jsonl file's, divided into training and evaluation documents.
+
+  A share `held_out` of the questions, drawn by `seed`, is for evaluation; all rows of a question lie on one
+  side. With `eval_path` nothing is held out: all of `path` is for training and all of `eval_path` for
+  evaluation.
+  """
+  path = os.fspath(path)
+  if eval_path is None:
+    parts = _faq_parts(held_out, seed) if path == CONSTRUCTION_FAQ else _file_parts(path, held_out, seed)
+    shared = 0
+  else:
+    parts = _whole(path), _whole(os.fspath(eval_path))
+    train_keys, eval_keys = (np.unique(_keys(source, seed)) for source, _ in parts)
+    shared = len(np.intersect1d(train_keys, eval_keys))
+    if shared:
+      _log.warning('%s: %d of its %d questions are in %s, too: the evaluation is not of unseen questions',
+                   eval_path, shared, len(eval_keys), path)
+  train, held = (
+    Documents(source, rows, tokenizer, spec, f'{name} ({part})')
+    for (source, rows), name, part in zip(parts, (path, eval_path or path), ('train', 'eval'), strict=True)
+  )
+  return Dataset(train, held, shared)
+
+
+_Part = tuple[RowSource, np.ndarray]
+
+
+def _faq_parts(held_out: float, seed: int) -> tuple[_Part, _Part]:
+  from qjax.data import tfds_builders  # Imports tensorflow_datasets, which takes a second.
+
+  builder = tfds_builders.prepare(held_out=held_out, seed=seed)
+  sources = (tfds_builders.SplitSource(builder, split) for split in ('train', 'validation'))
+  train, held = ((source, np.arange(len(source))) for source in sources)
+  return train, held
+
+
+def _file_parts(path: str, held_out: float, seed: int) -> tuple[_Part, _Part]:
+  source, _ = _whole(path)
+  held = held_out_rows(_keys(source, seed), held_out, path)
+  return (source, np.flatnonzero(~held)), (source, np.flatnonzero(held))
+
+
+def _whole(path: str) -> _Part:
+  if path == CONSTRUCTION_FAQ:
+    raise UserError(f'{CONSTRUCTION_FAQ!r} is divided by held_out; eval_path goes with a .jsonl file')
+  if not path.endswith('.jsonl'):
+    raise UserError(f'data must be {CONSTRUCTION_FAQ!r} or a file that ends in .jsonl, not {path!r}')
+  source = JsonlSource(path)
+  if not len(source):
+    raise UserError(f'{path} has no rows')
+  return source, np.arange(len(source))
+
+
+def _keys(source: RowSource, seed: int) -> np.ndarray:
+  questions = (question(parse_example(source[i], source.where(i))) for i in range(len(source)))
+  return np.fromiter((question_key(q, seed) for q in questions), np.uint64, len(source))
+
+
+class TrainIterator(Iterator[Batch]):
+  """Batches without end, in a new order each epoch, which `get_state` and `set_state` resume exactly.
+
+  The order follows from `spec.seed` and the epoch alone, and what a batch takes from the order follows from
+  the documents' lengths; so the position in the stream of documents is the whole state. With `shard`
+  (i, n) the same global batches are planned and the i-th n-th of each one's rows is built, whatever n is:
+  a run may resume on another number of processes.
+  """
+
+  def __init__(self, documents: Documents, spec: DataSpec, shard: Shard = (0, 1)):
+    self._documents, self._spec = documents, spec
+    self._rows = _shard_rows(spec.batch_size, shard)
+    # The seed is hashed because grain adds the epoch to it: seed 0's second epoch would be seed 1's first.
+    hashed = hashlib.blake2b(str(spec.seed).encode(), digest_size=4).digest()
+    self._order = grain.MapDataset.range(len(documents)).shuffle(seed=int.from_bytes(hashed, 'big')).repeat()
+    self._next = 0
+    self._plan: list[list[int]] = []
+
+  def __next__(self) -> Batch:
+    spec, documents = self._spec, self._documents
+    drawn: list[int] = []
+
+    def slots() -> Iterator[int]:
+      while True:
+        drawn.append(int(self._order[self._next + len(drawn)]))
+        yield int(documents.lengths[drawn[-1]])
+
+    rows = first_fit(slots(), spec.batch_size, spec.seq_len, spec.pack)
+    self._next += sum(map(len, rows))
+    self._plan = [[drawn[i] for i in row] for row in rows[self._rows]]
+    return _build(documents, self._plan, len(self._plan), spec)
+
+  @property
+  def epoch(self) -> int:
+    """How often every document has been seen."""
+    return self._next // len(self._documents)
+
+  @property
+  def row_ids(self) -> list[list[int]]:
+    """The source rows in each row of the last batch."""
+    return [[int(self._documents.rows[i]) for i in row] for row in self._plan]
+
+  def get_state(self) -> dict[str, Any]:
+    return {'next': self._next, 'epoch': self.epoch} | self._identity()
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Continues where `get_state` was called. Refuses a state of other data or another spec, naming which."""
+    position = state.get('next')
+    if not _is_int(position) or position < 0:
+      raise UserError(f'this is no state of a data iterator: "next" is {position!r}')
+    for field, now in self._identity().items():
+      then = state.get(field)
+      if then != now:
+        what = 'the training documents (data, tokenizer or template)' if field == 'fingerprint' else field
+        raise UserError(f'cannot resume: {what} was {then!r} when the state was saved and is {now!r} now')
+    self._next, self._plan = position, []
+
+  def _identity(self) -> dict[str, Any]:
+    return dataclasses.asdict(self._spec) | {
+      'documents': len(self._documents), 'fingerprint': self._documents.fingerprint
+    }
+
+
+def train_iterator(documents: Documents, spec: DataSpec, shard: Shard = (0, 1)) -> TrainIterator:
+  """The training stream's first batch is the next one; see `TrainIterator`."""
+  return TrainIterator(documents, spec, shard)
+
+
+class EvalBatches:
+  """Every document once, in the set's order. Can be iterated again; the last batch has rows of padding.
+
+  With `shard` each process gets its rows of the same batches, so all get equally many.
+  """
+
+  def __init__(self, documents: Documents, spec: DataSpec, shard: Shard = (0, 1)):
+    self._documents, self._spec = documents, spec
+    self._rows = _shard_rows(spec.batch_size, shard)
+    self._plans: list[list[list[int]]] = []
+    done = 0
+    while done < len(documents):
+      rows = first_fit(map(int, documents.lengths[done:]), spec.batch_size, spec.seq_len, spec.pack)
+      self._plans.append([[done + i for i in row] for row in rows])
+      done += sum(map(len, rows))
+
+  def __len__(self) -> int:
+    return len(self._plans)
+
+  def __iter__(self) -> Iterator[Batch]:
+    n_rows = self._rows.stop - self._rows.start
+    for plan in self._plans:
+      yield _build(self._documents, plan[self._rows], n_rows, self._spec)
+
+
+def eval_batches(documents: Documents, spec: DataSpec, shard: Shard = (0, 1)) -> EvalBatches:
+  """Finite, deterministic, every document once; see `EvalBatches`."""
+  return EvalBatches(documents, spec, shard)
+
+
+def _build(documents: Documents, plan: list[list[int]], n_rows: int, spec: DataSpec) -> Batch:
+  rows = [[documents[i] for i in row] for row in plan]
+  return assemble(rows, n_rows, spec.seq_len, documents.tokenizer.pad_id)
+
+
+def _shard_rows(batch_size: int, shard: Shard) -> slice:
+  index, count = shard
+  if not 0 <= index < count:
+    raise ValueError(f'shard {index} of {count}')
+  if batch_size % count:
+    raise UserError(f'batch_size {batch_size} does not divide among {count} processes')
+  each = batch_size // count
+  return slice(index * each, (index + 1) * each)
+
+
+def _n_chars(messages: Messages) -> int:
+  return sum(len(message['content'].strip()) for message in messages)
+
+
+def _longest_text(tokenizer: Tokenizer, n_tokens: int) -> float:
+  """No text of more characters than this has only `n_tokens` tokens; infinite where that isn't known.
+
+  A token stands for at most as many characters as it is spelled with, unless a normalizer shortens the text
+  first or an unknown-token stands for a run of any length.
+  """
+  backend = tokenizer.backend
+  if backend.normalizer is not None or getattr(backend.model, 'unk_token', None) is not None:
+    return float('inf')
+  return n_tokens * max(map(len, backend.get_vocab(with_added_tokens=True)))
+
+
+def _is_int(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)

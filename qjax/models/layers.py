@@ -1,0 +1,166 @@
+"""The parts of a decoder layer: norm, rotary embedding, projection, attention, gated MLP.
+
+Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads, C head width, F MLP width.
+"""
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qjax import ops
+from qjax.models.config import ModelConfig, RopeScaling
+from qjax.ops import Numerics
+from qjax.quant.qtensor import QTensor
+from qjax.sharding import BATCH_AXES, constrain
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float) -> jax.Array:
+  """x / rms(x) · (scale + offset) over the last axis, computed in float32, in the dtype of x."""
+  wide = x.astype(jnp.float32)
+  wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+  return (wide * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+  """Radians per position of each pair, float32 [head_dim / 2]."""
+  frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+  if scaling is None:
+    pass
+  elif scaling.kind == 'linear':
+    frequencies = frequencies / scaling.factor
+  else:
+    # Rotations that a frequency makes within the original context decide how far it is stretched.
+    turns = scaling.original_context * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0, 1)
+    frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+  return frequencies.astype(np.float32)
+
+
+def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """cos and sin, float32 [B, T, 1, head_dim / 2]; the same for every layer, so computed once a step."""
+  frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+  angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """Rotary position embedding of x [B, T, heads, C], pairs (i, i + C/2), in float32, in the dtype of x."""
+  cos, sin = table
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attention_mask(segments: jax.Array, window: int | None) -> jax.Array:
+  """Who may see whom, bool [B, 1, T, T].
+
+  A token sees tokens of its own document (equal non-zero segment) at or before it, within `window` tokens
+  including itself. A pad (segment 0) sees only itself, which keeps its softmax finite.
+  """
+  t = segments.shape[-1]
+  query, key = jnp.arange(t)[:, None], jnp.arange(t)[None, :]
+  causal = key <= query
+  if window is not None:
+    causal = causal & (query - key < window)
+  same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
+  return ((causal & same) | (query == key))[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKernel:
+  """Which implementation of `jax.nn.dot_product_attention` runs.
+
+  'auto' is cuDNN's flash attention on an NVIDIA GPU for half precision and head widths it serves, else XLA.
+  A named one runs or raises.
+  """
+
+  name: str = 'auto'
+
+  def resolve(self, dtype: jnp.dtype, head_dim: int) -> str:
+    if self.name != 'auto':
+      return self.name
+    is_served = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+    return 'cudnn' if jax.default_backend() == 'gpu' and is_served else 'xla'
+
+
+class Projection(nn.Module):
+  """x·W (+ bias), W [in, out] plain or quantized, with the adapter that the 'lora' collection may hold."""
+
+  features: int
+  numerics: Numerics
+  use_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    # A quantized weight is no array of the shape that an initializer would promise, so an existing weight
+    # is looked up, not declared.
+    if self.has_variable('params', 'kernel'):
+      kernel: jax.Array | QTensor = self.get_variable('params', 'kernel')
+    else:
+      kernel = self.param('kernel', nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32)
+    adapter = self.get_variable('lora', 'kernel') if self.has_variable('lora', 'kernel') else None
+    bias = self.param('bias', nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
+    drops = adapter is not None and adapter.dropout > 0 and self.has_rng('dropout')
+    return ops.dot(x, kernel, self.numerics, adapter, bias, self.make_rng('dropout') if drops else None)
+
+
+class Norm(nn.Module):
+  """RMSNorm with the family's eps and offset."""
+
+  eps: float
+  offset: float
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    ones = nn.initializers.constant(1.0 - self.offset)
+    return rms_norm(x, self.param('scale', ones, (x.shape[-1],), jnp.float32), self.eps, self.offset)
+
+
+class Attention(nn.Module):
+  """Grouped-query self-attention with rotary positions over packed documents."""
+
+  config: ModelConfig
+  numerics: Numerics
+  kernel: AttentionKernel
+
+  @nn.compact
+  def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], mask: jax.Array) -> jax.Array:
+    c = self.config
+
+    def heads(name: str, count: int) -> jax.Array:
+      y = Projection(count * c.head_dim, self.numerics, c.qkv_bias, name=name)(x)
+      y = y.reshape(*y.shape[:-1], count, c.head_dim)
+      return constrain(y, BATCH_AXES, None, 'tensor', None)
+
+    q, k, v = heads('q', c.num_heads), heads('k', c.num_kv_heads), heads('v', c.num_kv_heads)
+    if c.qk_norm:
+      q = Norm(c.rms_eps, c.norm_offset, name='q_norm')(q)
+      k = Norm(c.rms_eps, c.norm_offset, name='k_norm')(k)
+    q, k = rotate(q, table), rotate(k, table)
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=mask, implementation=self.kernel.resolve(q.dtype, c.head_dim)  # type: ignore[arg-type]
+    )
+    out = out.reshape(*out.shape[:-2], c.num_heads * c.head_dim)
+    return Projection(c.d_model, self.numerics, name='o')(out)
+
+
+class GatedMLP(nn.Module):
+  """down(act(gate(x)) · up(x))."""
+
+  config: ModelConfig
+  numerics: Numerics
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    c = self.config
+    gate = Projection(c.d_ff, self.numerics, name='gate')(x)
+    up = Projection(c.d_ff, self.numerics, name='up')(x)
+    gate, up = (constrain(y, BATCH_AXES, None, 'tensor') for y in (gate, up))
+    wide = gate.astype(jnp.float32)
+    act = jax.nn.silu(wide) if c.activation == 'silu' else jax.nn.gelu(wide, approximate=True)
+    hidden = (act * up.astype(jnp.float32)).astype(x.dtype)
+    return Projection(c.d_model, self.numerics, name='down')(hidden)

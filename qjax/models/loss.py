@@ -1,0 +1,126 @@
+"""Cross-entropy in float32 over vocabulary chunks, so that a batch's full logits never exist.
+
+Forward: one pass over the chunks keeps a running maximum and sum (online log-sum-exp), the target's logit
+and the largest logit. Backward: each chunk's logits are computed again from the hidden states, turned into
+softmax − one-hot, and multiplied back. The whole [tokens, vocab] matrix would be 402 MB in float32 for
+2,048 tokens and 49,152 words; a chunk of 4,096 is 34 MB.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from qjax.ops import matmul
+from qjax.precision import Policy
+
+
+class TokenLosses(NamedTuple):
+  """Per token, in the shape of the targets.
+
+  Attributes:
+    nll: float32, −log p(target), in nats.
+    is_correct: float32, 1 where no word has a larger logit than the target.
+  """
+
+  nll: jax.Array
+  is_correct: jax.Array
+
+
+def _chunks(vocab: int, chunk: int) -> tuple[int, int]:
+  """Number of chunks and their size; the last one overlaps its neighbour if they don't divide evenly."""
+  count = -(-vocab // min(chunk, vocab))
+  return count, -(-vocab // count)
+
+
+def _chunk_logits(hidden: jax.Array, head: jax.Array, transposed: bool, policy: Policy, index: jax.Array, size: int) -> Any:
+  """Logits of one chunk [tokens, size], float32, with overlapping columns at −inf; the words' ids; its start."""
+  vocab = head.shape[0] if transposed else head.shape[1]
+  start = jnp.minimum(index * size, vocab - size)
+  part = jax.lax.dynamic_slice_in_dim(head, start, size, axis=0 if transposed else 1)
+  words = start + jnp.arange(size)
+  logits = matmul(hidden, part, policy, transposed).astype(policy.output).astype(jnp.float32)
+  return jnp.where(words >= index * size, logits, -jnp.inf), words, start, part
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _losses(hidden: jax.Array, head: jax.Array, targets: jax.Array, transposed: bool, policy: Policy, chunk: int) -> TokenLosses:
+  return _forward(hidden, head, targets, transposed, policy, chunk)[0]
+
+
+def _forward(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, transposed: bool, policy: Policy, chunk: int
+) -> tuple[TokenLosses, jax.Array]:
+  count, size = _chunks(head.shape[0 if transposed else 1], chunk)
+
+  def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
+    largest, total, target = carry
+    logits, words, _, _ = _chunk_logits(hidden, head, transposed, policy, index, size)
+    new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
+    total = total * jnp.exp(largest - new_largest) + jnp.sum(jnp.exp(logits - new_largest[:, None]), axis=-1)
+    is_target = (words[None, :] == targets[:, None]) & (words >= index * size)[None, :]
+    target = target + jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    return (new_largest, total, target), None
+
+  zeros = jnp.zeros(targets.shape, jnp.float32)
+  start = (jnp.full(targets.shape, -jnp.inf), zeros, zeros)
+  (largest, total, target), _ = jax.lax.scan(body, start, jnp.arange(count))
+  log_total = largest + jnp.log(total)
+  return TokenLosses(log_total - target, (target >= largest).astype(jnp.float32)), log_total
+
+
+def _losses_fwd(hidden: Any, head: Any, targets: Any, transposed: bool, policy: Policy, chunk: int) -> tuple[TokenLosses, Any]:
+  losses, log_total = _forward(hidden.value, head.value, targets.value, transposed, policy, chunk)
+  return losses, (hidden.value, head.value, targets.value, log_total, None if head.perturbed is False else ())
+
+
+def _losses_bwd(transposed: bool, policy: Policy, chunk: int, residual: Any, g: TokenLosses) -> tuple[Any, Any, None]:
+  hidden, head, targets, log_total, is_trained = residual
+  if isinstance(g.nll, SymbolicZero):
+    return None, None, None
+  axis = 0 if transposed else 1
+  count, size = _chunks(head.shape[axis], chunk)
+  # Gradients accumulate over chunks in float32 whatever the dtypes of the operands.
+  wide = hidden.astype(jnp.float32)
+
+  def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
+    d_hidden, d_head = carry
+    logits, words, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
+    is_target = words[None, :] == targets[:, None]
+    d_logits = (jnp.exp(logits - log_total[:, None]) - is_target) * g.nll[:, None]
+    d_logits = jnp.where(words >= index * size, d_logits, 0)
+    if d_head is None:
+      (d_x,) = jax.vjp(lambda x: matmul(x, part, policy, transposed), wide)[1](d_logits)
+    else:
+      product = jax.vjp(lambda x, w: matmul(x, w, policy, transposed), wide, part.astype(jnp.float32))[1]
+      d_x, d_part = product(d_logits)
+      before = jax.lax.dynamic_slice_in_dim(d_head, start, size, axis)
+      d_head = jax.lax.dynamic_update_slice_in_dim(d_head, before + d_part, start, axis)
+    return (d_hidden + d_x, d_head), None
+
+  d_head = None if is_trained is None else jnp.zeros(head.shape, jnp.float32)
+  (d_hidden, d_head), _ = jax.lax.scan(body, (jnp.zeros(hidden.shape, jnp.float32), d_head), jnp.arange(count))
+  return d_hidden.astype(hidden.dtype), None if d_head is None else d_head.astype(head.dtype), None
+
+
+_losses.defvjp(_losses_fwd, _losses_bwd, symbolic_zeros=True)
+
+
+def token_losses(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, policy: Policy, transposed: bool, chunk: int = 4096
+) -> TokenLosses:
+  """Negative log-likelihood and correctness of every target.
+
+  Args:
+    hidden: [B, T, D] in the compute dtype.
+    head: [D, vocab], or [vocab, D] if `transposed`.
+    targets: int [B, T].
+    policy: dtypes; logits are rounded to `policy.output`, everything after is float32.
+    transposed: how `head` is stored.
+    chunk: most words at a time.
+  """
+  flat = hidden.reshape(-1, hidden.shape[-1])
+  losses = _losses(flat, head, targets.reshape(-1), transposed, policy, chunk)
+  return TokenLosses(losses.nll.reshape(targets.shape), losses.is_correct.reshape(targets.shape))

@@ -1,0 +1,149 @@
+"""A decoder of the Llama family: one functional Linen module, layers scanned with selectable remat."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from qjax import trees
+from qjax.errors import UserError, nearest
+from qjax.models.config import ModelConfig
+from qjax.models.layers import Attention, AttentionKernel, GatedMLP, Norm, attention_mask, rotary_table
+from qjax.ops import Numerics, matmul
+from qjax.precision import policy
+from qjax.sharding import BATCH_AXES, constrain
+
+Tree = Any
+
+# What the backward pass finds saved inside a layer. 'full' saves nothing but the layer's input.
+REMAT: dict[str, Callable[..., bool] | None] = {
+    'none': None,
+    'full': jax.checkpoint_policies.nothing_saveable,
+    'dots': jax.checkpoint_policies.checkpoint_dots,
+    'dots_no_batch': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+}
+
+
+class Block(nn.Module):
+  """x + attention(norm(x)), then x + mlp(norm(x)): the body of the scan over layers."""
+
+  config: ModelConfig
+  numerics: Numerics
+  kernel: AttentionKernel
+
+  @nn.compact
+  def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], mask: jax.Array) -> tuple[jax.Array, None]:
+    c = self.config
+    y = Norm(c.rms_eps, c.norm_offset, name='attn_norm')(x)
+    x = x + Attention(c, self.numerics, self.kernel, name='attn')(y, table, mask)
+    y = Norm(c.rms_eps, c.norm_offset, name='mlp_norm')(x)
+    x = x + GatedMLP(c, self.numerics, name='mlp')(y)
+    return constrain(x, BATCH_AXES, None, None), None
+
+
+class Transformer(nn.Module):
+  """Token ids to the hidden states before the head.
+
+  `apply({'params': …, 'lora': …}, tokens, segments, positions)`; the 'lora' collection may be absent. Every
+  leaf under 'layers' is a stack over layers. With a 'dropout' rng adapters drop inputs; without, they don't.
+
+  Attributes:
+    config: shape of the model.
+    numerics: dtypes and kernels of matrix products.
+    remat: a name in `REMAT`.
+    kernel: implementation of attention.
+  """
+
+  config: ModelConfig
+  numerics: Numerics
+  remat: str = 'full'
+  kernel: AttentionKernel = AttentionKernel()
+
+  @nn.compact
+  def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+    """Hidden states [B, T, D] in the compute dtype.
+
+    Args:
+      tokens: int [B, T].
+      segments: int [B, T]; equal non-zero numbers are one document, 0 is padding.
+      positions: int [B, T], counted from 0 in each document.
+    """
+    c = self.config
+    embedding = Embedding(c, name='embed')()
+    x = embedding.astype(self.numerics.policy.compute)[tokens]
+    if c.embed_scale != 1:
+      x = x * jnp.asarray(c.embed_scale, x.dtype)
+    x = constrain(x, BATCH_AXES, None, None)
+    block = Block
+    if self.remat != 'none':
+      block = nn.remat(Block, policy=REMAT[self.remat], prevent_cse=False)
+    layers = nn.scan(
+        block,
+        variable_axes={'params': 0, 'lora': 0},
+        split_rngs={'params': True, 'dropout': True},
+        in_axes=(nn.broadcast, nn.broadcast),
+        length=c.num_layers,
+    )(c, self.numerics, self.kernel, name='layers')
+    x, _ = layers(x, rotary_table(c, positions), attention_mask(segments, c.sliding_window))
+    x = Norm(c.rms_eps, c.norm_offset, name='final_norm')(x)
+    if not c.tie_embeddings and self.is_initializing():
+      Head(c, name='head')()
+    return x
+
+  def __post_init__(self) -> None:
+    if self.remat not in REMAT:
+      raise UserError(f'model.remat = {self.remat!r} is not known{nearest(self.remat, REMAT)}')
+    super().__post_init__()
+
+
+class Embedding(nn.Module):
+  """The table [vocab_size, d_model]."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    shape = (self.config.vocab_size, self.config.d_model)
+    return self.param('embedding', nn.initializers.normal(self.config.d_model**-0.5), shape, jnp.float32)
+
+
+class Head(nn.Module):
+  """Declares the untied output projection, which the loss multiplies chunk by chunk."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self) -> None:
+    shape = (self.config.d_model, self.config.vocab_size)
+    self.param('kernel', nn.initializers.lecun_normal(), shape, jnp.float32)
+
+
+def head_of(config: ModelConfig, params: Tree) -> tuple[jax.Array, bool]:
+  """The output projection and whether it is stored transposed ([vocab, d_model], the tied embedding)."""
+  return (params['embed']['embedding'], True) if config.tie_embeddings else (params['head']['kernel'], False)
+
+
+def logits(model: Transformer, variables: Tree, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+  """All logits [B, T, vocab] in the output dtype. Training and evaluation use `loss.token_losses` instead."""
+  hidden = model.apply(variables, tokens, segments, positions)
+  head, transposed = head_of(model.config, variables['params'])
+  dtypes = model.numerics.policy
+  return matmul(hidden, head, dtypes, transposed).astype(dtypes.output)
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Tree:
+  """Random float32 parameters with the paths that `ModelConfig` lists."""
+  model = Transformer(config, Numerics(policy()), remat='none')
+  one = jnp.zeros((1, 1), jnp.int32)
+  return model.init(key, one, one + 1, one)['params']
+
+
+def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+  """Shape of every parameter by path, without making any."""
+  tree = jax.eval_shape(lambda key: init_params(config, key), jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+  return {path: leaf.shape for path, leaf in trees.flatten(tree).items()}
+
+

@@ -1,0 +1,162 @@
+"""The one matrix product: cast, decode the weight, accumulate, add the adapter, and its gradient rule.
+
+Why a gradient rule of our own. Plain autodiff through `x @ dequantize(w)` saves the dequantized weight of
+every layer for the backward pass, and a QLoRA step then needs more memory than a LoRA step. Here the
+residual is the packed weight, decoded again when the gradient needs it. A frozen weight gets no gradient,
+and then x isn't saved either. The gradient of a float32 weight is accumulated and returned in float32, not
+rounded through the compute dtype on the way.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from qjax.adapters import Adapter
+from qjax.errors import UserError
+from qjax.precision import Policy
+from qjax.quant.qtensor import QTensor, dequantize
+
+Weight = jax.Array | QTensor
+
+# Implementations of the product by name, with what each is. 'auto' takes the first that serves.
+IMPLEMENTATIONS = {'xla': 'dequantize, then dot_general, compiled by XLA'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+  """In which numbers products compute, and by which implementation.
+
+  Attributes:
+    policy: dtypes.
+    implementation: 'auto', or a name in `IMPLEMENTATIONS`, which then runs or raises.
+  """
+
+  policy: Policy
+  implementation: str = 'auto'
+
+  def __post_init__(self) -> None:
+    if self.implementation not in ('auto', *IMPLEMENTATIONS):
+      raise UserError(
+          f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(IMPLEMENTATIONS)}'
+      )
+
+  @property
+  def used(self) -> str:
+    """The implementation that runs."""
+    return 'xla' if self.implementation == 'auto' else self.implementation
+
+
+def _contract(a: jax.Array, b: jax.Array, axes: tuple[tuple[int, ...], tuple[int, ...]], accum: jnp.dtype) -> jax.Array:
+  """a · b over `axes` with results in `accum`.
+
+  XLA's CPU backend multiplies float16 operands in scalar code; products of two float16 numbers are exact in
+  float32, so widening them first gives the tensor-core result at many times the speed. bfloat16 operands
+  with a float32 result reach its matrix unit, bfloat16 results do not: hence `accum` = float32 everywhere.
+  """
+  contraction = (axes, ((), ()))
+  if a.dtype == jnp.float16 and accum == jnp.float32:
+    return jax.lax.platform_dependent(
+        a,
+        b,
+        cpu=lambda a, b: jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), contraction),
+        default=lambda a, b: jax.lax.dot_general(a, b, contraction, preferred_element_type=accum),
+    )
+  return jax.lax.dot_general(a, b, contraction, preferred_element_type=accum)
+
+
+def _operand(w: Weight, dtype: jnp.dtype) -> jax.Array:
+  return dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool) -> jax.Array:
+  w_axis = 1 if transposed else 0
+  x, w = x.astype(policy.compute), _operand(w, policy.compute)
+  return _contract(x, w, ((x.ndim - 1,), (w_axis,)), policy.accum)
+
+
+def _matmul_fwd(x: Any, w: Any, policy: Policy, transposed: bool) -> tuple[jax.Array, Any]:
+  weight = jax.tree.map(lambda p: p.value, w, is_leaf=lambda p: hasattr(p, 'perturbed'))
+  is_trained = not isinstance(weight, QTensor) and w.perturbed
+  like = jax.ShapeDtypeStruct(x.value.shape, x.value.dtype)
+  residual = (x.value if is_trained else None, weight, _Static((is_trained, x.perturbed, like)))
+  return _matmul(x.value, weight, policy, transposed), residual
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+  """Facts known while tracing, carried through residuals."""
+
+  facts: tuple[bool, bool, jax.ShapeDtypeStruct]
+
+
+def _matmul_bwd(policy: Policy, transposed: bool, residual: Any, g: Any) -> tuple[Any, Any]:
+  x, w, static = residual
+  is_trained, is_needed, like = static.facts
+  if isinstance(g, SymbolicZero):
+    return None, None
+  g = g.astype(policy.compute)
+  dx = dw = None
+  if is_needed:
+    w_axis = 0 if transposed else 1
+    dx = _contract(g, _operand(w, policy.compute), ((g.ndim - 1,), (w_axis,)), policy.accum).astype(like.dtype)
+  if is_trained:
+    rows = tuple(range(g.ndim - 1))
+    x = x.astype(policy.compute)
+    left, right = (g, x) if transposed else (x, g)
+    dw = _contract(left, right, (rows, rows), policy.accum).astype(w.dtype)
+  return dx, dw
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd, symbolic_zeros=True)
+
+
+def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) -> jax.Array:
+  """x [..., K] times w [K, N] (or [N, K] if `transposed`) as [..., N] in `policy.accum`.
+
+  `dot` is the door for layers; this is for a caller that goes on in the accumulator's dtype.
+  """
+  if transposed and isinstance(w, QTensor):
+    # Blocks lie along the inputs of a projection; a tied embedding is stored plain.
+    raise NotImplementedError('a transposed product with a quantized weight is not implemented; keep it plain')
+  inputs = w.shape[-1] if transposed else w.shape[-2]
+  if w.ndim != 2 or x.shape[-1] != inputs:
+    raise ValueError(f'x {x.shape} and w {w.shape}{" transposed" if transposed else ""} do not contract')
+  return _matmul(x, w, policy, transposed)
+
+
+def dot(
+    x: jax.Array,
+    w: Weight,
+    numerics: Numerics,
+    adapter: Adapter | None = None,
+    bias: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+  """y = x·w + s·(x·A)·B + bias in `policy.compute`.
+
+  Args:
+    x: [..., K].
+    w: [K, N], plain or quantized.
+    numerics: dtypes and implementation.
+    adapter: A [K, r], B [r, N] and their scale.
+    bias: [N].
+    dropout_key: drops inputs of A with the adapter's probability; None (evaluation) drops nothing.
+  """
+  policy = numerics.policy
+  y = matmul(x, w, policy)
+  if adapter is not None:
+    z = x
+    if dropout_key is not None and adapter.dropout > 0:
+      keep = jax.random.bernoulli(dropout_key, 1 - adapter.dropout, x.shape)
+      z = jnp.where(keep, x / jnp.asarray(1 - adapter.dropout, x.dtype), jnp.zeros((), x.dtype))
+    low = matmul(z, adapter.a, policy).astype(policy.compute)
+    y = y + jnp.asarray(adapter.scale, policy.accum) * matmul(low, adapter.b, policy)
+  if bias is not None:
+    y = y + bias.astype(policy.accum)
+  return y.astype(policy.compute)
