@@ -37,7 +37,7 @@ class Policy:
   """The four doors at which a dtype is decided.
 
   Attributes:
-    param: what trainable weights, and hence their gradients and moments, rest in.
+    param: what trainable weights rest in. Gradients are summed and moments kept in float32.
     compute: the operands of matrix products and the residual stream.
     accum: the result of a matrix product before it is cast back to `compute`.
     output: logits and everything after them.

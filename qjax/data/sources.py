@@ -84,8 +84,9 @@ class JsonlSource:
     return self.__dict__ | {'_descriptor': None}  # Another process opens the file for itself.
 
   def __del__(self) -> None:
-    if getattr(self, '_descriptor', None) is not None:
-      os.close(self._descriptor)
+    descriptor = getattr(self, '_descriptor', None)
+    if descriptor is not None:
+      os.close(descriptor)
 
   def _read(self, start: int, stop: int) -> bytes:
     if self._descriptor is None:

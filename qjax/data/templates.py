@@ -9,7 +9,7 @@ special token change nothing.
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, get_args
 
 import jinja2
 import jinja2.ext
@@ -187,7 +187,7 @@ def prompt_ids(messages: Sequence[Message], tokenizer: Tokenizer, template: str 
 class _GenerationTag(jinja2.ext.Extension):
   """Lets `{% generation %}` … `{% endgeneration %}`, which some templates put round answers, pass through."""
 
-  tags: ClassVar[set[str]] = {'generation'}
+  tags = {'generation'}  # noqa: RUF012 (Jinja reads it so)
 
   def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
     next(parser.stream)
@@ -229,8 +229,8 @@ def tokenize_example(
   if template == 'plain':
     return _tokenize_plain(messages, tokenizer, where)
   text = render(messages, tokenizer, template, where=where)
-  ids, spans = tokenizer.encode(text)
-  ids = np.asarray(ids, np.int32)
+  encoded, spans = tokenizer.encode(text)
+  ids = np.asarray(encoded, np.int32)
   starts = np.fromiter((start for start, _ in spans), np.int64, len(spans))
   trained = np.zeros(len(ids), np.bool_)
   for turn, message in enumerate(messages):

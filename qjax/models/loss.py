@@ -6,6 +6,7 @@ softmax − one-hot, and multiplied back. The whole [tokens, vocab] matrix would
 2,048 tokens and 49,152 words; a chunk of 4,096 is 34 MB.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,8 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from qjax.models.transformer import Transformer, head_of
 from qjax.ops import matmul
 from qjax.precision import Policy
+
+Batch = Mapping[str, jax.Array]
 
 
 class TokenLosses(NamedTuple):
@@ -39,7 +43,11 @@ def _chunk_logits(hidden: jax.Array, head: jax.Array, transposed: bool, policy: 
   """Logits of one chunk [tokens, size], float32, with overlapping columns at −inf; the words' ids; its start."""
   vocab = head.shape[0] if transposed else head.shape[1]
   start = jnp.minimum(index * size, vocab - size)
-  part = jax.lax.dynamic_slice_in_dim(head, start, size, axis=0 if transposed else 1)
+  # Half precision is sliced as integers: XLA's CPU backend would widen the whole head before the loop.
+  is_half = head.dtype.itemsize == 2
+  bits = jax.lax.bitcast_convert_type(head, jnp.uint16) if is_half else head
+  part = jax.lax.dynamic_slice_in_dim(bits, start, size, axis=0 if transposed else 1)
+  part = jax.lax.bitcast_convert_type(part, head.dtype) if is_half else part
   words = start + jnp.arange(size)
   logits = matmul(hidden, part, policy, transposed).astype(policy.output).astype(jnp.float32)
   return jnp.where(words >= index * size, logits, -jnp.inf), words, start, part
@@ -124,3 +132,31 @@ def token_losses(
   flat = hidden.reshape(-1, hidden.shape[-1])
   losses = _losses(flat, head, targets.reshape(-1), transposed, policy, chunk)
   return TokenLosses(losses.nll.reshape(targets.shape), losses.is_correct.reshape(targets.shape))
+
+
+class LossSums(NamedTuple):
+  """Sums over the trained targets of a batch, float32 scalars; means are their quotients, taken once at the end."""
+
+  nll: jax.Array
+  correct: jax.Array
+  tokens: jax.Array
+
+
+def loss_sums(
+    model: Transformer, variables: Any, batch: Batch, chunk: int = 4096, dropout_key: jax.Array | None = None
+) -> LossSums:
+  """The sums over one batch.
+
+  Args:
+    model: the decoder.
+    variables: {'params': …} and perhaps 'lora'.
+    batch: 'tokens', 'targets', 'segments', 'positions' int32 and 'weights' float32, each [B, T].
+    chunk: most words of the vocabulary at a time.
+    dropout_key: for adapters that drop inputs; None in evaluation.
+  """
+  rngs = None if dropout_key is None else {'dropout': dropout_key}
+  hidden = model.apply(variables, batch['tokens'], batch['segments'], batch['positions'], rngs=rngs)
+  head, transposed = head_of(model.config, variables['params'])
+  losses = token_losses(hidden, head, batch['targets'], model.numerics.policy, transposed, chunk)
+  weights = batch['weights']
+  return LossSums(jnp.sum(losses.nll * weights), jnp.sum(losses.is_correct * weights), jnp.sum(weights))

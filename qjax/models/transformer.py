@@ -139,11 +139,3 @@ def init_params(config: ModelConfig, key: jax.Array) -> Tree:
   model = Transformer(config, Numerics(policy()), remat='none')
   one = jnp.zeros((1, 1), jnp.int32)
   return model.init(key, one, one + 1, one)['params']
-
-
-def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """Shape of every parameter by path, without making any."""
-  tree = jax.eval_shape(lambda key: init_params(config, key), jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
-  return {path: leaf.shape for path, leaf in trees.flatten(tree).items()}
-
-

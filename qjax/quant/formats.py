@@ -8,6 +8,7 @@ configs and in the API:
   int8:axis=channel      one scale for each output
   int8:axis=tensor       one scale for the whole matrix
   nf4:block=64,scale=bfloat16
+  bfloat16               the weight itself, rounded
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ NF4_LEVELS = (
 class Format:
   """A set of levels that `bits` bits can name.
 
-  Integer formats have no table: code q stands for q. A table is ascending and spans [-1, 1], so that its
+  A 16-bit float is a format whose codes are its own bit patterns; it needs no scale. Integer formats have no table: code q stands for q. A table is ascending and spans [-1, 1], so that its
   scale is the largest magnitude of what it represents.
   """
 
@@ -45,12 +46,23 @@ class Format:
     return 2 ** (self.bits - 1) - 1
 
   @property
+  def is_float(self) -> bool:
+    return self.bits == 16
+
+  @property
   def codes_per_byte(self) -> int:
     return 8 // self.bits
 
 
 FORMATS = {
-    f.name: f for f in (Format('int8', 8), Format('int4', 4), Format('nf4', 4, NF4_LEVELS))
+    f.name: f
+    for f in (
+        Format('bfloat16', 16),
+        Format('float16', 16),
+        Format('int8', 8),
+        Format('int4', 4),
+        Format('nf4', 4, NF4_LEVELS),
+    )
 }
 
 GRAMMAR = (
@@ -90,6 +102,8 @@ class Scheme:
     return min(self.block, inputs) if self.granularity == 'block' else inputs
 
   def __str__(self) -> str:
+    if self.numbers.is_float:
+      return self.format
     options = [f'block={self.block}' if self.granularity == 'block' else f'axis={self.granularity}']
     options += ['asym'] if self.asymmetric else []
     options += ['dq'] if self.double_quantized else []
@@ -110,6 +124,8 @@ def parse_scheme(spelling: str) -> Scheme:
   name, _, tail = spelling.partition(':')
   if name not in FORMATS:
     raise refuse(f'{name!r} is not a format{nearest(name, FORMATS)}')
+  if FORMATS[name].is_float and tail:
+    raise refuse(f'{name} takes no options')
   fields: dict[str, object] = {}
 
   def put(field: str, value: object) -> None:

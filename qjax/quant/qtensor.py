@@ -2,6 +2,7 @@
 
   w ≈ scale[block of k, n] · level(code[k, n])                 table and symmetric integer formats
   w ≈ scale[block of k, n] · code[k, n] + offset[block of k, n]    asymmetric integers
+  w ≈ the float16 or bfloat16 whose bits the code is
 
 All arithmetic is float32 whatever the dtype of the weight, because scales computed in bfloat16 double the
 error. A block of zeros gives zeros, exactly.
@@ -70,16 +71,19 @@ class QTensor:
   once, so a stack of layers is one QTensor.
 
   Attributes:
-    codes: int8 [..., K, N] for 8 bits; below, uint8 bytes [..., rows, N] as `formats.pack` lays them out,
+    codes: int8 [..., K, N] for 8 bits (uint8 if asymmetric), uint16 for 16-bit floats; below, uint8 bytes [..., rows, N] as `formats.pack` lays them out,
       block by block (an odd block ends in a filled byte, a ragged last block is packed by itself).
-    scale: [..., blocks, N] float32 or bfloat16, [..., 1, 1] for one scale a tensor, or `DoubleQuantized`.
+      Floats rest as integers because XLA's CPU backend widens a bfloat16 stack to float32, whole, before
+      a loop that slices it; a bitcast costs nothing anywhere.
+    scale: [..., blocks, N] float32 or bfloat16, [..., 1, 1] for one scale a tensor, or `DoubleQuantized`;
+      None for floats.
     offset: like scale, for asymmetric integers, else None.
     scheme: what the codes mean.
     inputs: K.
   """
 
   codes: jax.Array
-  scale: jax.Array | DoubleQuantized
+  scale: jax.Array | DoubleQuantized | None
   offset: jax.Array | None
   scheme: Scheme = dataclasses.field(metadata={'static': True})
   inputs: int = dataclasses.field(metadata={'static': True})
@@ -182,6 +186,8 @@ def quantize(w: jax.Array, scheme: str | Scheme) -> QTensor:
   if w.ndim < 2:
     raise UserError(f'a weight of shape {w.shape} has no [inputs, outputs] to quantize; it needs at least 2 axes')
   numbers, k = scheme.numbers, w.shape[-2]
+  if numbers.is_float:
+    return QTensor(jax.lax.bitcast_convert_type(w.astype(numbers.name), jnp.uint16), None, None, scheme, k)
   block = scheme.block_of(k)
   w = w.astype(jnp.float32)
 
@@ -217,6 +223,8 @@ def _read(scale: jax.Array | DoubleQuantized) -> jax.Array:
 def dequantize(q: QTensor, dtype: jnp.dtype = jnp.dtype('float32')) -> jax.Array:
   """The weight [..., K, N] that the codes stand for: float32 arithmetic, one rounding to `dtype` at the end."""
   numbers = q.scheme.numbers
+  if q.scale is None:
+    return jax.lax.bitcast_convert_type(q.codes, jnp.dtype(numbers.name)).astype(dtype)
   block = q.scheme.block_of(q.inputs)
   codes = q.codes if numbers.bits == 8 else _unpack_blocks(q.codes, numbers.bits, block, q.inputs)
   if numbers.levels is not None:
@@ -235,6 +243,8 @@ def expected_nbytes(shape: tuple[int, ...], scheme: str | Scheme) -> int:
   """Bytes that a weight of this shape takes in a scheme, by arithmetic alone."""
   scheme = parse_scheme(scheme) if isinstance(scheme, str) else scheme
   *lead, k, n = shape
+  if scheme.numbers.is_float:
+    return 2 * int(np.prod(shape, dtype=np.int64))
   block = scheme.block_of(k)
   full, tail = divmod(k, block)
   per_byte = scheme.numbers.codes_per_byte

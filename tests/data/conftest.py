@@ -13,11 +13,15 @@ from qjax.data.tokenizer import Tokenizer
 
 SPECIAL = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
 
-CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
+CHATML = """{% for message in messages %}
+{% if loop.first and messages[0]['role'] != 'system' %}
+{{ '<|im_start|>system
 Be kind<|im_end|>
-' }}{% endif %}{{'<|im_start|>' + message['role'] + '
+' }}{% endif %}
+{{'<|im_start|>' + message['role'] + '
 ' + message['content'] + '<|im_end|>' + '
-'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+'}}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
 
 

@@ -1,4 +1,4 @@
-"""Packed rows hold exactly the documents, one target never belongs to another document, weights mark answers."""
+"""Packed rows hold exactly the documents, no target belongs to another document, weights mark answers."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,8 @@ def test_by_hand() -> None:
 
 
 def test_first_fit_stops_at_the_first_that_fits_nowhere() -> None:
-  assert first_fit([5, 4, 3, 2, 6, 1], 2, 8) == [[0, 2], [1, 3]]  # The 6 fits nowhere; the 1 would, and waits.
+  # The 6 fits nowhere; the 1 would, and waits.
+  assert first_fit([5, 4, 3, 2, 6, 1], 2, 8) == [[0, 2], [1, 3]]
   assert first_fit([5, 4, 3, 2], 3, 8, pack=False) == [[0], [1], [2]]
   assert first_fit([], 3, 8) == []
   assert first_fit([8], 1, 8) == [[0]]

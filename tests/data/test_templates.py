@@ -1,4 +1,4 @@
-"""Rows are read as what they are or refused by name, and exactly the answers and their ends are trained on."""
+"""Rows are read or refused by name; exactly the answers and their end tokens are trained on."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qjax.data.templates import Message, Messages, Tokenized, parse_example, prompt_ids, render, tokenize_example
+from qjax.data.templates import (
+  Message,
+  Messages,
+  Tokenized,
+  parse_example,
+  prompt_ids,
+  render,
+  tokenize_example,
+)
 from qjax.data.tokenizer import Tokenizer
 from qjax.errors import UserError
 
@@ -35,7 +43,13 @@ def trained_text(tokenizer: Tokenizer, document: Tokenized) -> str:
     ({'messages': chat('Q', 'A', 'R', 'B')}, chat('Q', 'A', 'R', 'B')),
     ({'prompt': 'a key of another shape', 'messages': chat('Q', 'A')}, chat('Q', 'A')),
     (
-      {'conversations': [{'from': 'system', 'value': 'S'}, {'from': 'human', 'value': 'Q'}, {'from': 'gpt', 'value': 'A'}]},
+      {
+        'conversations': [
+          {'from': 'system', 'value': 'S'},
+          {'from': 'human', 'value': 'Q'},
+          {'from': 'gpt', 'value': 'A'},
+        ]
+      },
       [Message(role='system', content='S'), *chat('Q', 'A')],
     ),
   ],
@@ -156,11 +170,20 @@ def test_plain_is_prompt_completion_end(tokenizer: Tokenizer) -> None:
   ('template', 'says'),
   [
     # Shows how many messages there are at the head, so a longer conversation begins otherwise.
-    ("{{ messages|length }}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}", 'not prefix-stable'),
+    (
+      "{{ messages|length }}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}",
+      'not prefix-stable',
+    ),
+    # Asks for an answer with words that are not there once it is given.
+    (
+      "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+      '{% if add_generation_prompt %}<think>{% endif %}',
+      'not prefix-stable',
+    ),
     # Drops earlier answers.
     (
-      "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] + eos_token }}{% endif %}"
-      '{% endfor %}',
+      "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] + eos_token }}"
+      '{% endif %}{% endfor %}',
       'not prefix-stable',
     ),
     ("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}", 'does not end message 1'),
@@ -197,7 +220,7 @@ def test_templates_are_rendered_as_their_authors_expect(tokenizer: Tokenizer) ->
   tokenizer = dataclasses.replace(tokenizer, chat_template=template)
   # Block tags leave neither their line break nor their indentation, and tojson escapes nothing for HTML.
   assert render(chat('<é>', 'b'), tokenizer) == (
-    '{"role": "user", "content": "<é>"}\n{"role": "assistant", "content": "b"}'
+    '{"role": "user", "content": "<é>"}\n{"role": "assistant", "content": "b"}\n'
   )
 
 

@@ -1,4 +1,4 @@
-"""The vendored set: what is in it, that it is prepared once and whole, and what the embedded model makes of it."""
+"""The vendored set: what is in it, that it is prepared once and whole, what the embedded model sees."""
 
 import concurrent.futures
 import multiprocessing
@@ -44,8 +44,9 @@ def test_splits_are_the_file(cache: pathlib.Path) -> None:
   source = JsonlSource(tfds_builders.DATA_FILE)
   splits = {split: tfds_builders.SplitSource(builder, split) for split in ('train', 'validation')}
   # The set is fixed, so are these. Should they move, the split rule moved: old runs are no longer comparable.
-  assert {split: len(rows) for split, rows in splits.items()} == {'train': 403, 'validation': 100}
-  assert {split: info.num_examples for split, info in builder.info.splits.items()} == {'train': 403, 'validation': 100}
+  expected = {'train': 403, 'validation': 100}
+  assert {split: len(rows) for split, rows in splits.items()} == expected
+  assert {split: info.num_examples for split, info in builder.info.splits.items()} == expected
   lines: dict[str, list[int]] = {}
   questions: dict[str, set[int]] = {}
   for split, rows in splits.items():
@@ -69,7 +70,9 @@ def test_other_splits_live_beside(cache: pathlib.Path) -> None:
   assert len(list((cache / 'tfds').iterdir())) == 2  # The failed one left nothing.
 
 
-def test_a_killed_run_leaves_nothing_that_counts(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_leaves_nothing_that_counts(
+  cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
   def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
@@ -122,5 +125,5 @@ def test_embedded_model_reads_the_set(embedded_source: Any) -> None:
   assert packing_efficiency(next(iterator) for _ in range(40)) > 0.8
   assert sum(int(b['weights'].sum()) for b in eval_batches(data.eval, spec)) == 5900
   document = data.train[0]
-  assert tokenizer.decode(document.ids[document.trained].tolist(), skip_special=False).startswith('A bygglov is an')
-  assert tokenizer.decode(document.ids[document.trained].tolist(), skip_special=False).endswith('process.<|im_end|>')
+  answer = tokenizer.decode(document.ids[document.trained].tolist(), skip_special=False)
+  assert answer.startswith('A bygglov is an official') and answer.endswith('process.<|im_end|>')

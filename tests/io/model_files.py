@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 from qjax.models.config import ModelConfig
 
-# A key length unlike d_model / heads, more than one KV head, more query heads than KV heads (and neither is 2,
-# the length of a rotary pair); rows of 32 so that Q8_0 fits.
+# A key length unlike d_model / heads; query and KV heads differ, and neither number is 2, the length of a
+# rotary pair, which would hide a wrong order; rows of 32 so that Q8_0 fits.
 CONFIG = ModelConfig(
   vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=12, num_kv_heads=3, head_dim=8, rms_eps=1e-6,
   rope_theta=500_000.0, context_length=256, tie_embeddings=False,

@@ -8,7 +8,8 @@ from gguf import GGMLQuantizationType
 
 from qjax.errors import UserError
 from qjax.io import gguf as gguf_reader
-from qjax.io.source import Source, load_source, parameter_shapes, params
+from qjax.io.source import Source, load_source, params
+from qjax.models.config import parameter_shapes
 from qjax.models.config import ModelConfig, RopeScaling
 from tests import oracle
 from tests.io import model_files
@@ -71,7 +72,7 @@ def test_what_metadata_may_leave_out(tmp_path):
 
 @pytest.mark.parametrize('kind', [GGMLQuantizationType.BF16, GGMLQuantizationType.F16])
 def test_half_widths_are_exact(tmp_path, kind):
-  """The random weights fit both formats; the large one fits bfloat16 only and must not pass through float16."""
+  """The random weights fit both; the large one fits bfloat16 only and must not pass through float16."""
   weights = model_files.random_params(CONFIG)
   large = 1e5 if kind == GGMLQuantizationType.BF16 else 6e4
   weights['layers']['mlp']['up']['kernel'][1, 3, 5] = large
@@ -112,8 +113,8 @@ def test_layers_are_read_one_at_a_time_and_belong_to_the_caller(tmp_path):
   scale = source.read('final_norm/scale')
   scale[:] = 0
   _assert_equal(params(source), weights)
-  with pytest.raises(UserError, match=r"'layers/attn/K/kernel'; did you mean 'layers/attn/k/kernel'"):
-    source.read('layers/attn/K/kernel')
+  with pytest.raises(UserError, match="'layers/attn/k/kernels'; did you mean 'layers/attn/k/kernel'"):
+    source.read('layers/attn/k/kernels')
   for index in (-1, 2):
     with pytest.raises(UserError, match='has layers 0 to 1'):
       source.read('layers/attn/k/kernel', index)
@@ -122,17 +123,17 @@ def test_layers_are_read_one_at_a_time_and_belong_to_the_caller(tmp_path):
 
 
 def test_the_fingerprint_follows_the_weights(tmp_path):
-  marks = [load_source(_write(tmp_path / f'{name}.gguf', seed=seed)[1]).fingerprint for name, seed in
-           (('a', 0), ('b', 0), ('c', 1))]
-  assert marks[0] == marks[1] != marks[2]
+  paths = [_write(tmp_path / f'{index}.gguf', seed=seed)[1] for index, seed in enumerate((0, 0, 1))]
+  first, same, other = (load_source(path).fingerprint for path in paths)
+  assert first == same != other
 
 
 # ---- RoPE scaling -----------------------------------------------------------------------------------------
 
 
 def _divisors(scaling: RopeScaling) -> np.ndarray:
-  plain = oracle.rope_frequencies(CONFIG)
-  return (plain / oracle.rope_frequencies(dataclasses.replace(CONFIG, rope_scaling=scaling))).astype(np.float32)
+  scaled = oracle.rope_frequencies(dataclasses.replace(CONFIG, rope_scaling=scaling))
+  return (oracle.rope_frequencies(CONFIG) / scaled).astype(np.float32)
 
 
 def test_linear_rope_scaling(tmp_path):
@@ -145,7 +146,6 @@ def test_linear_rope_scaling(tmp_path):
 def test_llama3_rope_scaling_is_recognised_from_its_factors(tmp_path, factor, original):
   scaling = RopeScaling('llama3', factor, original_context=original)
   divisors = _divisors(scaling)
-  assert 1 < np.median(divisors) or divisors[0] == 1
   metadata = {'llama.rope.scaling.original_context_length': original}
   _, path = _write(tmp_path / 'tiny.gguf', extra={'rope_freqs.weight': divisors}, metadata=metadata)
   assert load_source(path).config.rope_scaling == scaling
@@ -286,7 +286,7 @@ def test_special_tokens_and_template(tmp_path):
   assert encoded.ids[0] == 0 and encoded.ids[-1] == 1 and encoded.ids.count(0) == 1
   assert encoded.spans[0] == (0, 9)
   assert tokenizer.decode(encoded.ids, skip_special=False) == text
-  assert tokenizer.decode(encoded.ids) == 'the <tool>\x00'  # The user's token is text, the control tokens aren't.
+  assert tokenizer.decode(encoded.ids) == 'the <tool>\x00'  # The user's token is text; control tokens aren't.
   _, path = _write(tmp_path / 'tiny.gguf', metadata={'tokenizer.ggml.padding_token_id': 5})
   assert load_source(path).require_tokenizer().pad_id == 5
 
@@ -345,7 +345,7 @@ def test_embedded_configuration(embedded_source: Source):
 
 
 def test_embedded_model_finds_english_likely(embedded_source: Source, embedded_params):
-  """8.3 as read; about 50 with the rows of q and k left in llama.cpp's order."""
+  """Perplexity 12.8 as read; 41 with the rows of q and k left in llama.cpp's order."""
   ids = np.array(embedded_source.tokenizer.encode(ENGLISH).ids)
   logits = oracle.forward(embedded_source.config, embedded_params, ids)[:-1].astype(np.float64)
   log_total = np.log(np.exp(logits - logits.max(axis=-1, keepdims=True)).sum(axis=-1)) + logits.max(axis=-1)
@@ -378,7 +378,8 @@ def test_embedded_tokenizer_loses_nothing(embedded_source: Source, text):
 
 def test_embedded_tokenizer_takes_digits_one_by_one(embedded_source: Source):
   tokenizer = embedded_source.tokenizer
-  assert [tokenizer.token(index) for index in tokenizer.encode('In 1971').ids] == ['In', 'Ġ', '1', '9', '7', '1']
+  pieces = [tokenizer.token(index) for index in tokenizer.encode('In 1971').ids]
+  assert pieces == ['In', 'Ġ', '1', '9', '7', '1']
 
 
 def test_embedded_weights_lie_on_the_grid_of_their_blocks(embedded_source: Source):

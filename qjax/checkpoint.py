@@ -1,0 +1,182 @@
+"""Checkpoints: what moves, how it moves, where the data stood, and what it all means.
+
+One step is a directory with four items: `trainable` (adapters, or every weight), `state` (moments, loss
+scale, counters), `data` (the iterator's position) and `meaning` (configuration, method, model). The frozen
+base is not copied: it follows from the model file, whose fingerprint is part of the meaning. Steps are
+written beside and renamed into place; one that cannot be read is passed over with a warning.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
+
+from qjax import trees
+from qjax.errors import UserError
+
+Tree = Any
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """One step read back: two trees in the structure that was asked for, the data position, the step."""
+
+  step: int
+  trainable: Tree
+  state: Tree
+  data: dict[str, Any]
+
+
+def differences(then: Any, now: Any, path: str = '') -> list[str]:
+  """Fields in which two nested JSON values differ, one line each: 'a.b was 1 and is 2'."""
+  if isinstance(then, Mapping) and isinstance(now, Mapping):
+    lines = []
+    for key in sorted({*then, *now}):
+      where = f'{path}.{key}' if path else str(key)
+      if key not in then:
+        lines.append(f'{where} was absent and is {now[key]!r}')
+      elif key not in now:
+        lines.append(f'{where} was {then[key]!r} and is absent')
+      else:
+        lines += differences(then[key], now[key], where)
+    return lines
+  return [] if then == now else [f'{path} was {then!r} and is {now!r}']
+
+
+class Checkpoints:
+  """The checkpoints of one run. Keeps the newest and, by the metric 'nll', the best."""
+
+  def __init__(self, directory: Path, meaning: Mapping[str, Any]):
+    self.directory = directory.absolute()
+    self.meaning = json.loads(json.dumps(meaning))
+    # Saving is synchronous: on CPU an asynchronous save would read buffers that the next step has been given.
+    self._manager = ocp.CheckpointManager(
+        self.directory,
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=preservation.AnyPreservationPolicy([
+                preservation.LatestN(1),
+                preservation.BestN(
+                    get_metric_fn=lambda metrics: metrics['nll'], reverse=True, n=1, keep_checkpoints_without_metrics=False
+                ),
+            ]),
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
+        ),
+        item_names=('trainable', 'state', 'data', 'meaning'),
+        item_handlers={
+            'trainable': ocp.PyTreeCheckpointHandler(),
+            'state': ocp.PyTreeCheckpointHandler(),
+            'data': ocp.JsonCheckpointHandler(),
+            'meaning': ocp.JsonCheckpointHandler(),
+        },
+    )
+
+  @property
+  def steps(self) -> list[int]:
+    return sorted(self._manager.all_steps())
+
+  def save(self, step: int, trainable: Tree, state: Tree, data: Mapping[str, Any], nll: float | None = None) -> None:
+    """Writes one step; `nll` of the held-out data decides which is best."""
+    if step in self.steps:
+      return
+    self._manager.save(
+        step,
+        args=ocp.args.Composite(
+            trainable=ocp.args.PyTreeSave(trees.flatten(trainable)),
+            state=ocp.args.PyTreeSave(trees.flatten(state)),
+            data=ocp.args.JsonSave(dict(data)),
+            meaning=ocp.args.JsonSave(self.meaning),
+        ),
+        metrics=None if nll is None else {'nll': nll},
+    )
+    self._manager.wait_until_finished()
+
+  def restore(self, trainable: Tree, state: Tree, step: int | None = None) -> Restored | None:
+    """The newest step that can be read, or the one asked for; None where there is none at all.
+
+    Args:
+      trainable, state: arrays whose shapes, dtypes and shardings the result shall have.
+      step: a particular one, which then must be readable.
+
+    Raises:
+      UserError: the checkpoint means something else (a field or leaf is named), or none is readable.
+    """
+    steps = self.steps[::-1] if step is None else [step]
+    if step is not None and step not in self.steps:
+      raise UserError(f'{self.directory} has no checkpoint of step {step}; there are {self.steps}')
+    for candidate in steps:
+      try:
+        meaning = self._read(candidate, 'meaning', ocp.args.JsonRestore())
+        data = self._read(candidate, 'data', ocp.args.JsonRestore())
+      except Exception as error:
+        self._pass_over(candidate, error, is_asked_for=step is not None)
+        continue
+      changed = differences(meaning, self.meaning)
+      if changed:
+        raise UserError(f'{self.directory}/{candidate} belongs to another run:\n  ' + '\n  '.join(changed))
+      try:
+        return Restored(
+            candidate, self._tree(candidate, 'trainable', trainable), self._tree(candidate, 'state', state), data
+        )
+      except UserError:
+        raise
+      except Exception as error:
+        self._pass_over(candidate, error, is_asked_for=step is not None)
+    if steps:
+      raise UserError(f'no checkpoint in {self.directory} can be read; start again with --restart (it is kept aside)')
+    return None
+
+  def forget_after(self, step: int) -> None:
+    """Removes later steps, which a run that goes on from `step` will write anew."""
+    for later in [s for s in self.steps if s > step]:
+      self._manager.delete(later)
+
+  def close(self) -> None:
+    self._manager.close()
+
+  def _pass_over(self, step: int, error: Exception, is_asked_for: bool) -> None:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if is_asked_for:
+      raise UserError(f'checkpoint {self.directory}/{step} cannot be read: {first}') from error
+    _log.warning('checkpoint %s/%d cannot be read and is passed over: %s', self.directory, step, first)
+
+  def _read(self, step: int, item: str, args: Any) -> Any:
+    restored = self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+    if restored is None:
+      raise ValueError(f'item {item} is missing')
+    return restored
+
+  def _tree(self, step: int, item: str, like: Tree) -> Tree:
+    wanted = trees.flatten(like)
+    saved = self._manager.item_metadata(step)[item]
+    if saved is None:
+      raise ValueError(f'item {item} is missing')
+    shapes = {path: tuple(leaf.shape) for path, leaf in dict(getattr(saved, 'tree', saved)).items()}
+    compare_leaves(shapes, {path: tuple(leaf.shape) for path, leaf in wanted.items()}, f'{item} of step {step}')
+    args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    flat = self._read(step, item, ocp.args.PyTreeRestore(wanted, restore_args=args))
+    return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path in wanted])
+
+
+def compare_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
+  """Refuses leaves that are missing, unexpected or of another shape.
+
+  Raises:
+    UserError: naming each.
+  """
+  lines = [f'missing: {path}' for path in wanted if path not in saved]
+  lines += [f'unexpected: {path}' for path in saved if path not in wanted]
+  lines += [
+      f'shape of {path}: saved {saved[path]}, wanted {wanted[path]}'
+      for path in wanted
+      if path in saved and saved[path] != wanted[path]
+  ]
+  if lines:
+    raise UserError(f'{what} does not fit this model and method:\n  ' + '\n  '.join(lines))

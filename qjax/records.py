@@ -1,0 +1,133 @@
+"""What a run was and what it measured: a record as JSON, metrics as JSON lines and TensorBoard events.
+
+Tables and figures are drawn from these files alone.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+import tensorboardX
+
+RECORD = 'record.json'
+METRICS = 'metrics.jsonl'
+LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Writes JSON so that a reader, or a crash, finds the old file or the new one, never half of either."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.NamedTemporaryFile('w', dir=path.parent, prefix=path.name, delete=False) as file:
+    json.dump(value, file, indent=2, allow_nan=False)
+    file.write('\n')
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(file.name, path)
+
+
+def environment() -> dict[str, Any]:
+  """Versions, devices and the command: what someone needs to run it again."""
+  devices = jax.devices()
+  return {
+      'command': [Path(sys.argv[0]).name, *sys.argv[1:]],
+      'python': platform.python_version(),
+      'machine': f'{platform.system()} {platform.machine()}, {os.cpu_count()} cores',
+      'versions': {name: importlib.metadata.version(name) for name in LIBRARIES},
+      'devices': {'platform': devices[0].platform, 'kind': devices[0].device_kind, 'count': len(devices)},
+  }
+
+
+def peak_memory() -> dict[str, int]:
+  """Bytes: peak resident memory of this process and, where the device tells, peak device memory."""
+  unit = 1 if sys.platform == 'darwin' else 1024
+  peak = {'host': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+  stats = jax.local_devices()[0].memory_stats() or {}
+  if 'peak_bytes_in_use' in stats:
+    peak['device'] = stats['peak_bytes_in_use']
+  return peak
+
+
+def resident_bytes() -> int:
+  """Bytes of this process in memory now."""
+  return psutil.Process().memory_info().rss
+
+
+@dataclasses.dataclass
+class Record:
+  """The record of one run, rewritten whole at every change of state."""
+
+  path: Path
+  fields: dict[str, Any]
+
+  def update(self, **fields: Any) -> None:
+    self.fields |= fields
+    write_json(self.path, self.fields)
+
+
+class Metrics:
+  """Appends measurements by step to `metrics.jsonl` and to TensorBoard.
+
+  On resume everything after the restored step is cut off first, because it will be measured again.
+  """
+
+  def __init__(self, directory: Path, after_step: int | None = None):
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / METRICS
+    kept = [] if after_step is None else [row for row in read_metrics(directory) if row['step'] <= after_step]
+    with tempfile.NamedTemporaryFile('w', dir=directory, prefix=METRICS, delete=False) as file:
+      file.writelines(json.dumps(row) + '\n' for row in kept)
+    os.replace(file.name, path)
+    self._file = open(path, 'a')
+    purge = None if after_step is None else after_step + 1
+    self._events = tensorboardX.SummaryWriter(str(directory / 'tensorboard'), purge_step=purge)
+
+  def write(self, step: int, kind: str, values: Mapping[str, float | int]) -> None:
+    """One line {'step', 'kind', …}; infinities and NaN are written as null, since JSON has no such numbers."""
+    plain = {name: None if value != value or abs(value) == float('inf') else value for name, value in values.items()}
+    self._file.write(json.dumps({'step': step, 'kind': kind} | plain) + '\n')
+    self._file.flush()
+    for name, value in values.items():
+      self._events.add_scalar(f'{kind}/{name}', value, step)
+
+  def close(self) -> None:
+    self._file.close()
+    self._events.close()
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+  """The rows of a run, without a last line that a crash cut short."""
+  path = directory / METRICS
+  rows = []
+  if path.exists():
+    for line in path.read_text().splitlines():
+      try:
+        rows.append(json.loads(line))
+      except json.JSONDecodeError:
+        break
+  return rows
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+  """The record in a run's directory, None if there is none."""
+  path = directory / RECORD
+  return json.loads(path.read_text()) if path.exists() else None
+
+
+def human_bytes(count: float) -> str:
+  """'512 B', '1.5 KiB', '128.3 MiB', '12.80 GiB'."""
+  if count < 1024:
+    return f'{int(count)} B'
+  for unit, size in (('KiB', 2**10), ('MiB', 2**20)):
+    if count < size * 1024:
+      return f'{count / size:.1f} {unit}'
+  return f'{count / 2**30:.2f} GiB'
