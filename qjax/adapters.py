@@ -56,9 +56,12 @@ class LoraSpec:
 class Adapter:
   """One adapter or a stack of them.
 
+  Both factors have the rank first, as the reference implementation stores A, because that is the layout in
+  which their gradients are plain products.
+
   Attributes:
-    a: [..., in, r].
-    b: [..., r, out].
+    a: Aᵀ [..., r, in].
+    b: B [..., r, out].
     scale: s, static.
     dropout: probability, static.
   """
@@ -70,9 +73,8 @@ class Adapter:
 
   def delta(self) -> jax.Array:
     """s·A·B [..., in, out] in float32: what merging adds to the weight."""
-    return self.scale * jnp.matmul(
-        self.a.astype(jnp.float32), self.b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
+    a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
+    return self.scale * jnp.einsum('...rk,...rn->...kn', a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def is_adapter(value: Any) -> bool:
@@ -112,6 +114,6 @@ def init(
     # A stable hash: Python's own differs between processes.
     path_key = jax.random.fold_in(key, int.from_bytes(path.encode(), 'little') % (2**31 - 1))
     bound = 1 / math.sqrt(k)
-    a = jax.random.uniform(path_key, (*lead, k, spec.rank), jnp.float32, -bound, bound).astype(dtype)
+    a = jax.random.uniform(path_key, (*lead, spec.rank, k), jnp.float32, -bound, bound).astype(dtype)
     flat[path] = Adapter(a, jnp.zeros((*lead, spec.rank, n), dtype), spec.scale, spec.dropout)
   return trees.nest(flat)

@@ -130,6 +130,41 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
   return _matmul(x, w, policy, transposed)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, scale: float, policy: Policy) -> jax.Array:
+  """s·(x·A)·B [..., N] in `policy.accum`, for Aᵀ [r, K] and B [r, N]."""
+  compute, accum, last = policy.compute, policy.accum, x.ndim - 1
+  low = _contract(x.astype(compute), a.astype(compute), ((last,), (1,)), accum).astype(compute)
+  return jnp.asarray(scale, accum) * _contract(low, b.astype(compute), ((last,), (0,)), accum)
+
+
+def _low_rank_fwd(x: Any, a: Any, b: Any, scale: float, policy: Policy) -> tuple[jax.Array, Any]:
+  return _low_rank(x, a, b, scale, policy), (x, a, b)
+
+
+def _low_rank_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The gradients of x, A and B.
+
+  The [r, rows] products that the factors' gradients need are formed in that layout from the start: a product
+  that contracts over the leading axis of its left operand misses the CPU's bfloat16 units.
+  """
+  x, a, b = residual
+  compute, accum = policy.compute, policy.accum
+  s = jnp.asarray(scale, accum)
+  x_rows, g_rows = x.reshape(-1, x.shape[-1]).astype(compute), g.reshape(-1, g.shape[-1]).astype(compute)
+  a_low, b_low = a.astype(compute), b.astype(compute)
+  d_low = (s * _contract(g_rows, b_low, ((1,), (1,)), accum)).astype(compute)
+  dx = _contract(d_low, a_low, ((1,), (0,)), accum).astype(x.dtype).reshape(x.shape)
+  d_low_r = (s * _contract(b_low, g_rows, ((1,), (1,)), accum)).astype(compute)
+  da = _contract(d_low_r, x_rows, ((1,), (0,)), accum).astype(a.dtype)
+  low_r = (s * _contract(a_low, x_rows, ((1,), (1,)), accum)).astype(compute)
+  db = _contract(low_r, g_rows, ((1,), (0,)), accum).astype(b.dtype)
+  return dx, da, db
+
+
+_low_rank.defvjp(_low_rank_fwd, _low_rank_bwd)
+
+
 def dot(
     x: jax.Array,
     w: Weight,
@@ -144,7 +179,7 @@ def dot(
     x: [..., K].
     w: [K, N], plain or quantized.
     numerics: dtypes and implementation.
-    adapter: A [K, r], B [r, N] and their scale.
+    adapter: A, B and their scale.
     bias: [N].
     dropout_key: drops inputs of A with the adapter's probability; None (evaluation) drops nothing.
   """
@@ -155,8 +190,7 @@ def dot(
     if dropout_key is not None and adapter.dropout > 0:
       keep = jax.random.bernoulli(dropout_key, 1 - adapter.dropout, x.shape)
       z = jnp.where(keep, x / jnp.asarray(1 - adapter.dropout, x.dtype), jnp.zeros((), x.dtype))
-    low = matmul(z, adapter.a, policy).astype(policy.compute)
-    y = y + jnp.asarray(adapter.scale, policy.accum) * matmul(low, adapter.b, policy)
+    y = y + _low_rank(z, adapter.a, adapter.b, adapter.scale, policy)
   if bias is not None:
     y = y + bias.astype(policy.accum)
   return y.astype(policy.compute)

@@ -89,8 +89,8 @@ def spec_for(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   """
   spec = next(spec for pattern, spec in trees.compiled(RULES) if pattern.fullmatch(path))
   last = path.rsplit('/', 1)[-1]
-  if last == 'a':  # adapter [in, r] and [r, out]: the rank is never split
-    spec = (spec[0], None) if spec else ()
+  if last == 'a':  # adapter factors are [r, in] and [r, out]: the rank is never split
+    spec = (None, spec[0]) if spec else ()
   elif last == 'b':
     spec = (None, spec[1]) if spec else ()
   elif last == 'offset' and len(shape) < 2:

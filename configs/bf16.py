@@ -1,0 +1,21 @@
+"""Everything in bfloat16: full fine-tuning of bfloat16 weights with stochastic rounding.
+
+  python -m experiments.train --config=configs/bf16.py
+
+The weights take half of what configs/full.py keeps. Rounded to nearest, updates smaller than half a unit
+in the last place would vanish; stochastic rounding keeps them in the mean.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+  config = common.base()
+  config.name = 'bf16'
+  config.method = 'full'
+  config.precision.param = 'bfloat16'
+  config.precision.rounding = 'stochastic'
+  config.optimizer.learning_rate = 1e-4
+  return config

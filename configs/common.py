@@ -1,0 +1,75 @@
+"""What the lab notes share: every field with the value it has unless a note says otherwise.
+
+A config is complete: what `experiments.train` prints is what runs, and no default lives anywhere else.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+
+def base() -> ConfigDict:
+  """Fine-tuning of the embedded model on the embedded data, without a method."""
+  config = ConfigDict()
+  config.seed = 0  # data order, adapters, dropout, stochastic rounding
+  config.num_steps = 60
+  config.batch_size = 8  # rows a step, over all devices
+  config.accumulate = 1  # micro-batches a step; must divide batch_size
+  config.eval_every = 20  # steps; there is also an evaluation before and after
+  config.checkpoint_every = 20  # steps; the newest and the best are kept
+  config.max_skips = 50  # give up after so many steps in a row without a finite gradient
+  config.kernels = 'auto'  # matrix products: auto | xla
+
+  config.model = ConfigDict()
+  config.model.path = 'embedded'  # or a .gguf file, or a Hugging Face directory
+  config.model.remat = 'full'  # what the backward pass recomputes: full | dots | dots_no_batch | none
+  config.model.attention = 'auto'  # auto | xla | cudnn
+  config.model.loss_chunk = 4096  # words of the vocabulary whose logits exist at a time
+
+  config.data = ConfigDict()
+  config.data.path = 'construction_faq'  # or a .jsonl file
+  config.data.eval_path = config_dict.placeholder(str)  # a .jsonl file; then nothing of path is held out
+  config.data.held_out = 0.2  # share of the questions
+  config.data.seq_len = 256
+  config.data.pack = True  # several documents a row, which do not see each other
+  config.data.template = 'chat'  # chat: the model's own template | plain: prompt and completion as they are
+  config.data.too_long = 'truncate'  # truncate | drop | error
+
+  config.precision = ConfigDict()
+  config.precision.param = 'float32'  # trained weights
+  config.precision.compute = 'bfloat16'  # operands of matrix products, residual stream
+  config.precision.accum = 'float32'  # results of matrix products before they are cast back
+  config.precision.output = 'float32'  # logits
+  config.precision.rounding = 'nearest'  # of updated weights: nearest | stochastic (bfloat16 weights)
+  config.precision.loss_scale = 'none'  # none | static | dynamic
+  config.precision.loss_scale_initial = 2.0**15
+  config.precision.loss_scale_period = 2000  # finite steps before the scale doubles
+
+  config.optimizer = ConfigDict()  # AdamW
+  config.optimizer.learning_rate = 1e-3
+  config.optimizer.schedule = 'cosine'  # constant | linear | cosine, down to zero
+  config.optimizer.warmup_steps = 5
+  config.optimizer.weight_decay = 0.0
+  config.optimizer.beta1 = 0.9
+  config.optimizer.beta2 = 0.999
+  config.optimizer.eps = 1e-8
+  config.optimizer.clip_norm = 1.0  # 0: no clipping
+
+  config.mesh = ConfigDict()  # devices along each axis; -1: all that are left
+  config.mesh.data = 1
+  config.mesh.fsdp = 1
+  config.mesh.tensor = 1
+  config.mesh.distributed = False  # call jax.distributed.initialize() first
+  return config
+
+
+def add_lora(config: ConfigDict) -> None:
+  """Low-rank adapters on every projection, over a base in the compute dtype."""
+  config.lora = ConfigDict()
+  config.lora.rank = 16
+  config.lora.alpha = 16.0
+  config.lora.scale_rule = 'standard'  # standard: alpha/r | rslora: alpha/sqrt(r)
+  config.lora.dropout = 0.0
+  config.lora.targets = '.*/(q|k|v|o|gate|up|down)/kernel'  # regular expression over whole parameter paths
+  config.storage = ConfigDict()
+  config.storage.projections = 'bfloat16'  # a dtype, or a scheme such as nf4:block=64,dq
+  config.storage.embeddings = 'bfloat16'
+  config.storage.rules = ()  # ((pattern, dtype or scheme), …) that go first

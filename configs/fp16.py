@@ -1,0 +1,20 @@
+"""LoRA in float16 with dynamic loss scaling.
+
+  python -m experiments.train --config=configs/fp16.py
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+  config = common.base()
+  config.name = 'fp16'
+  config.method = 'lora'
+  common.add_lora(config)
+  config.storage.projections = 'float16'
+  config.storage.embeddings = 'float16'
+  config.precision.compute = 'float16'
+  config.precision.loss_scale = 'dynamic'
+  return config

@@ -1,0 +1,16 @@
+"""Full fine-tuning: every weight moves, AdamW in float32, bfloat16 products.
+
+  python -m experiments.train --config=configs/full.py
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+  config = common.base()
+  config.name = 'full'
+  config.method = 'full'
+  config.optimizer.learning_rate = 1e-4
+  return config

@@ -1,0 +1,16 @@
+"""LoRA of rank 16 on every projection over a bfloat16 base.
+
+  python -m experiments.train --config=configs/lora.py
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+  config = common.base()
+  config.name = 'lora'
+  config.method = 'lora'
+  common.add_lora(config)
+  return config

@@ -1,0 +1,19 @@
+"""QLoRA: adapters of rank 16 over a base in NormalFloat4 with double quantization.
+
+  python -m experiments.train --config=configs/qlora.py
+
+Other bases: --config.storage.projections=int4:block=32,asym or int8.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+  config = common.base()
+  config.name = 'qlora'
+  config.method = 'qlora'
+  common.add_lora(config)
+  config.storage.projections = 'nf4:block=64,dq'
+  return config

@@ -1,0 +1,303 @@
+"""ConfigDict to objects: the only module that reads a config.
+
+Every field is declared here once, with its type. A field that is missing, misspelt or of another type is
+refused by name, and so is a value that cannot work, before any weight is loaded.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from ml_collections import ConfigDict
+
+from qjax import method as methods
+from qjax import optim, precision, sharding, train
+from qjax.adapters import LoraSpec
+from qjax.data import pipeline
+from qjax.errors import UserError, nearest
+from qjax.io.source import Source, load_source
+from qjax.method import Method, Update
+from qjax.models.config import parameter_shapes
+from qjax.models.layers import AttentionKernel
+from qjax.models.transformer import Transformer
+from qjax.ops import Numerics
+
+T = TypeVar('T')
+
+# Fields that may differ between a run and its resumption: they change no number.
+COSMETIC = ('eval_every', 'checkpoint_every', 'max_skips')
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFields:
+  path: str
+  remat: str
+  attention: str
+  loss_chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFields:
+  path: str
+  eval_path: str | None
+  held_out: float
+  seq_len: int
+  pack: bool
+  template: str
+  too_long: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionFields:
+  param: str
+  compute: str
+  accum: str
+  output: str
+  rounding: str
+  loss_scale: str
+  loss_scale_initial: float
+  loss_scale_period: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerFields:
+  learning_rate: float
+  schedule: str
+  warmup_steps: int
+  weight_decay: float
+  beta1: float
+  beta2: float
+  eps: float
+  clip_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraFields:
+  rank: int
+  alpha: float
+  scale_rule: str
+  dropout: float
+  targets: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageFields:
+  projections: str
+  embeddings: str
+  rules: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshFields:
+  data: int
+  fsdp: int
+  tensor: int
+  distributed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+  """The whole config. `lora` and `storage` are present for the methods that have adapters."""
+
+  name: str
+  method: str
+  seed: int
+  num_steps: int
+  batch_size: int
+  accumulate: int
+  eval_every: int
+  checkpoint_every: int
+  max_skips: int
+  kernels: str
+  model: ModelFields
+  data: DataFields
+  precision: PrecisionFields
+  optimizer: OptimizerFields
+  mesh: MeshFields
+  lora: LoraFields | None = None
+  storage: StorageFields | None = None
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+  origin = typing.get_origin(kind)
+  if origin is types.UnionType:
+    return any(_is_of(value, option) for option in typing.get_args(kind))
+  if origin is tuple:
+    args = typing.get_args(kind)
+    if not isinstance(value, tuple):
+      return False
+    if args[-1] is Ellipsis:
+      return all(_is_of(item, args[0]) for item in value)
+    return len(value) == len(args) and all(map(_is_of, value, args))
+  if kind is float:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+  if kind is int:
+    return isinstance(value, int) and not isinstance(value, bool)
+  return isinstance(value, kind)
+
+
+def _kind_name(kind: Any) -> str:
+  return getattr(kind, '__name__', str(kind)) if not typing.get_args(kind) else str(kind).replace('NoneType', 'None')
+
+
+def fields_from(kind: type[T], given: Mapping[str, Any], where: str = 'config') -> T:
+  """A dataclass from nested mappings, field by field.
+
+  Raises:
+    UserError: an unknown field (with the nearest), a missing one, or a value of another type.
+  """
+  declared = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+  hints = typing.get_type_hints(kind)
+  for name in given:
+    if name not in declared:
+      raise UserError(f'{where}.{name} is not a field{nearest(str(name), declared)}')
+  values = {}
+  for name, field in declared.items():
+    hint = hints[name]
+    if name not in given:
+      if field.default is dataclasses.MISSING:
+        raise UserError(f'{where}.{name} is missing; it is {_kind_name(hint)}')
+      continue
+    value = given[name]
+    nested = next((k for k in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(k)), None)
+    if nested is not None and isinstance(value, Mapping):
+      values[name] = fields_from(nested, value, f'{where}.{name}')
+    elif _is_of(value, hint):
+      values[name] = float(value) if hint is float else value
+    else:
+      raise UserError(f'{where}.{name} = {value!r} is {type(value).__name__}; it must be {_kind_name(hint)}')
+  return kind(**values)
+
+
+def read(config: ConfigDict) -> Fields:
+  """The typed config, each value checked as far as it can be without the model.
+
+  Raises:
+    UserError: naming the field.
+  """
+  fields = fields_from(Fields, json_ready(config.to_dict()))
+  for name in ('num_steps', 'batch_size', 'accumulate', 'eval_every', 'checkpoint_every', 'max_skips'):
+    if getattr(fields, name) < 1:
+      raise UserError(f'config.{name} = {getattr(fields, name)} must be at least 1')
+  if fields.batch_size % fields.accumulate:
+    raise UserError(f'config.batch_size = {fields.batch_size} does not divide into accumulate = {fields.accumulate} parts')
+  if not 0 < fields.data.held_out < 1:
+    raise UserError(f'config.data.held_out = {fields.data.held_out} must lie between 0 and 1, for instance 0.2')
+  if fields.model.loss_chunk < 1:
+    raise UserError(f'config.model.loss_chunk = {fields.model.loss_chunk} must be at least 1')
+  if not 0 <= fields.seed < 2**31:
+    raise UserError(f'config.seed = {fields.seed} must be from 0 to {2**31 - 1}')
+  return fields
+
+
+def json_ready(value: Any) -> Any:
+  """Lists as tuples all the way down, so that a config is the same before and after JSON."""
+  if isinstance(value, Mapping):
+    return {key: json_ready(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return tuple(json_ready(item) for item in value)
+  return value
+
+
+def method_of(fields: Fields) -> Method:
+  """The point on the four axes that a config names.
+
+  Raises:
+    UserError: an unknown method, or sections that do not belong to it.
+  """
+  p, o = fields.precision, fields.optimizer
+  numerics = Numerics(precision.policy(p.param, p.compute, p.accum, p.output), fields.kernels)
+  update = Update(**dataclasses.asdict(o), rounding=p.rounding)
+  optim.check(update, fields.num_steps)
+  if p.rounding == 'stochastic' and p.param == 'float16':
+    raise UserError("config.precision.rounding = 'stochastic' is for bfloat16 weights; float16 weights are not supported")
+
+  def with_adapters(constructor: Callable[..., Method]) -> Method:
+    if fields.lora is None or fields.storage is None:
+      raise UserError(f'config.method = {fields.method!r} needs the sections lora and storage; see configs/lora.py')
+    spec = LoraSpec(**dataclasses.asdict(fields.lora))
+    s = fields.storage
+    return constructor(numerics, update, spec, s.projections, s.embeddings, s.rules)
+
+  def without_adapters() -> Method:
+    if fields.lora is not None or fields.storage is not None:
+      raise UserError("config.method = 'full' trains every weight and takes neither lora nor storage; remove them")
+    return methods.full(numerics, update)
+
+  constructors = {
+      'full': without_adapters,
+      'lora': lambda: with_adapters(methods.lora),
+      'qlora': lambda: with_adapters(methods.qlora),
+  }
+  if fields.method not in constructors:
+    raise UserError(f'config.method = {fields.method!r} is not known{nearest(fields.method, constructors)}')
+  return constructors[fields.method]()
+
+
+def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
+  kernels = ('auto', 'xla', 'cudnn')
+  if fields.model.attention not in kernels:
+    raise UserError(f'config.model.attention = {fields.model.attention!r} is not known{nearest(fields.model.attention, kernels)}')
+  return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(fields.model.attention))
+
+
+def meaning(fields: Fields, source: Source, dataset: pipeline.Dataset) -> dict[str, Any]:
+  """What a checkpoint stands for: everything that changes a number, and nothing else."""
+  config = {key: value for key, value in dataclasses.asdict(fields).items() if key not in COSMETIC}
+  config['model'].pop('path')
+  config['data'].pop('path')
+  config['data'].pop('eval_path')
+  return json.loads(json.dumps({
+      'config': config,
+      'model': dataclasses.asdict(source.config) | {'fingerprint': source.fingerprint},
+      'data': {'train': dataset.train.fingerprint, 'held_out': dataset.eval.fingerprint},
+  }))  # fmt: skip
+
+
+def run(config: ConfigDict, workdir: Path) -> train.Run:
+  """Everything that training needs, each part checked against the others, no weight loaded yet.
+
+  Raises:
+    UserError: naming the field or the path that cannot work.
+  """
+  fields = read(config)
+  method = method_of(fields)
+  p = fields.precision
+  scale = precision.loss_scale(p.loss_scale, p.loss_scale_initial, p.loss_scale_period)
+  if p.compute == 'float16' and p.loss_scale == 'none':
+    raise UserError("config.precision.compute = 'float16' needs a loss scale, or small gradients vanish; use 'dynamic'")
+  d = fields.data
+  spec = pipeline.DataSpec(fields.batch_size, d.seq_len, fields.seed, d.pack, d.template, d.too_long)  # type: ignore[arg-type]
+  if fields.mesh.distributed:
+    jax.distributed.initialize()
+  mesh = sharding.make_mesh(sharding.MeshSpec(fields.mesh.data, fields.mesh.fsdp, fields.mesh.tensor))
+  shards = mesh.shape['data'] * mesh.shape['fsdp']
+  if fields.batch_size // fields.accumulate % shards:
+    raise UserError(
+        f'config: {fields.batch_size} rows in {fields.accumulate} micro-batches do not divide over data × fsdp = {shards}'
+    )
+  source = load_source(fields.model.path)
+  shapes = parameter_shapes(source.config)
+  method.plan(shapes)
+  if d.seq_len > source.config.context_length:
+    raise UserError(f'config.data.seq_len = {d.seq_len} exceeds the context {source.config.context_length} of {source.name}')
+  model = model_of(fields, source, method.numerics)
+  dataset = pipeline.load(d.path, source.require_tokenizer(), spec, d.held_out, fields.seed, d.eval_path)
+  loop = train.Loop(
+      fields.num_steps,
+      fields.accumulate,
+      fields.eval_every,
+      fields.checkpoint_every,
+      fields.max_skips,
+      fields.model.loss_chunk,
+      fields.seed,
+  )
+  return train.Run(
+      workdir, config.to_dict(), meaning(fields, source, dataset), model, method, shapes, source.read, scale, dataset, spec,
+      mesh, loop,
+  )  # fmt: skip
