@@ -20,7 +20,7 @@ def base() -> ConfigDict:
 
   config.model = ConfigDict()
   config.model.path = 'embedded'  # or a .gguf file, or a Hugging Face directory
-  config.model.remat = 'full'  # what the backward pass recomputes: full | dots | dots_no_batch | none
+  config.model.remat = 'attention'  # kept of a layer for the backward pass: full (nothing) | attention | dots | dots_no_batch | none (all)
   config.model.attention = 'auto'  # auto | xla | cudnn
   config.model.loss_chunk = 4096  # words of the vocabulary whose logits exist at a time
 

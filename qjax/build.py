@@ -23,7 +23,7 @@ from qjax.errors import UserError, nearest
 from qjax.io.source import Source, load_source
 from qjax.method import Method, Update
 from qjax.models.config import parameter_shapes
-from qjax.models.layers import AttentionKernel
+from qjax.models.attention import AttentionKernel
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 

@@ -3,7 +3,6 @@
 Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads, C head width, F MLP width.
 """
 
-import dataclasses
 import math
 
 import flax.linen as nn
@@ -11,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax.ad_checkpoint import checkpoint_name
+
 from qjax import ops
+from qjax.models.attention import AttentionKernel, attend
 from qjax.models.config import ModelConfig, RopeScaling
 from qjax.ops import Numerics
 from qjax.quant.qtensor import QTensor
@@ -55,36 +57,17 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def attention_mask(segments: jax.Array, window: int | None) -> jax.Array:
-  """Who may see whom, bool [B, 1, T, T].
-
-  A token sees tokens of its own document (equal non-zero segment) at or before it, within `window` tokens
-  including itself. A pad (segment 0) sees only itself, which keeps its softmax finite.
-  """
-  t = segments.shape[-1]
-  query, key = jnp.arange(t)[:, None], jnp.arange(t)[None, :]
-  causal = key <= query
-  if window is not None:
-    causal = causal & (query - key < window)
-  same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
-  return ((causal & same) | (query == key))[:, None]
+# The name under which a remat policy may keep what attention returns.
+ATTENTION_OUT = 'attention_out'
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionKernel:
-  """Which implementation of `jax.nn.dot_product_attention` runs.
-
-  'auto' is cuDNN's flash attention on an NVIDIA GPU for half precision and head widths it serves, else XLA.
-  A named one runs or raises.
-  """
-
-  name: str = 'auto'
-
-  def resolve(self, dtype: jnp.dtype, head_dim: int) -> str:
-    if self.name != 'auto':
-      return self.name
-    is_served = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
-    return 'cudnn' if jax.default_backend() == 'gpu' and is_served else 'xla'
+def _named(x: jax.Array, name: str) -> jax.Array:
+  """x, which a remat policy may keep under `name`; half precision is kept as its bits, because XLA's CPU backend
+  would stack it over layers in float32."""
+  if x.dtype.itemsize != 2:
+    return checkpoint_name(x, name)
+  bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), name)
+  return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 class Projection(nn.Module):
@@ -141,9 +124,8 @@ class Attention(nn.Module):
       q = Norm(c.rms_eps, c.norm_offset, name='q_norm')(q)
       k = Norm(c.rms_eps, c.norm_offset, name='k_norm')(k)
     q, k = rotate(q, table), rotate(k, table)
-    out = jax.nn.dot_product_attention(
-        q, k, v, mask=mask, implementation=self.kernel.resolve(q.dtype, c.head_dim)  # type: ignore[arg-type]
-    )
+    out = attend(q, k, v, mask, self.kernel.resolve(q.dtype, c.head_dim))
+    out = _named(out, ATTENTION_OUT)
     out = out.reshape(*out.shape[:-2], c.num_heads * c.head_dim)
     return Projection(c.d_model, self.numerics, name='o')(out)
 

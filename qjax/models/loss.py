@@ -97,7 +97,7 @@ def _losses_bwd(transposed: bool, policy: Policy, chunk: int, residual: Any, g: 
     d_hidden, d_head = carry
     logits, words, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
     is_target = words[None, :] == targets[:, None]
-    d_logits = (jnp.exp(logits - log_total[:, None]) - is_target) * g.nll[:, None]
+    d_logits = (jnp.exp(logits - log_total[:, None]) - is_target.astype(jnp.float32)) * g.nll[:, None]
     d_logits = jnp.where(words >= index * size, d_logits, 0)
     if d_head is None:
       (d_x,) = jax.vjp(lambda x: matmul(x, part, policy, transposed), wide)[1](d_logits)

@@ -10,18 +10,21 @@ import jax.numpy as jnp
 
 from qjax import trees
 from qjax.errors import UserError, nearest
+from qjax.models.attention import AttentionKernel, attention_mask
 from qjax.models.config import ModelConfig
-from qjax.models.layers import Attention, AttentionKernel, GatedMLP, Norm, attention_mask, rotary_table
+from qjax.models.layers import ATTENTION_OUT, Attention, GatedMLP, Norm, rotary_table
 from qjax.ops import Numerics, matmul
 from qjax.precision import policy
 from qjax.sharding import BATCH_AXES, constrain
 
 Tree = Any
 
-# What the backward pass finds saved inside a layer. 'full' saves nothing but the layer's input.
+# What the backward pass finds saved of a layer: nothing but its input ('full'), what attention returned too,
+# or every product.
 REMAT: dict[str, Callable[..., bool] | None] = {
     'none': None,
     'full': jax.checkpoint_policies.nothing_saveable,
+    'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
     'dots': jax.checkpoint_policies.checkpoint_dots,
     'dots_no_batch': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
 }
