@@ -1,12 +1,25 @@
 """How every command here starts, refuses and stops."""
 
+import re
+import signal
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
 
-from qjax.errors import UserError
+from qjax.errors import UserError, nearest
+
+NOTES = Path('configs')
+# What ml_collections says of a value that does not fit, and what fits.
+_KINDS = {
+    'invalid literal for int': 'a whole number',
+    'could not convert string to float': 'a number',
+    'Non-boolean argument': 'true or false',
+}
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
@@ -15,27 +28,82 @@ def run(main: Callable[[list[str]], Any]) -> None:
   def guarded(argv: list[str]) -> Any:
     logging.set_verbosity(logging.WARNING)  # libraries tell of every file they write at INFO
     if len(argv) > 1:
-      print(f'error: unexpected argument {argv[1]!r}; flags look like --config=configs/qlora.py', file=sys.stderr)
-      return 2
+      return _refuse(f'unexpected argument {argv[1]!r}; flags look like --config={NOTES}/qlora.py')
     try:
       return main(argv)
     except UserError as error:
-      print(f'error: {error}', file=sys.stderr)
-      return 2
+      return _refuse(str(error))
+    except KeyboardInterrupt:
+      print('stopped at once; what was saved before is kept', file=sys.stderr)
+      return 128 + signal.SIGINT
 
   def parse(argv: list[str]) -> list[str]:
     try:
-      return app.parse_flags_with_usage(argv)
-    except (AttributeError, KeyError, TypeError, ValueError, UserError, OSError) as error:
-      # A misspelt or wrongly typed --config.field, or a config file that is not there.
-      print(f'error: {error}', file=sys.stderr)
-      sys.exit(2)
+      return flags.FLAGS(argv)
+    except Exception as error:  # Of a flag, of an override, or anything that a config file raises.
+      sys.exit(_refuse(_explain(error, argv)))
 
   app.run(guarded, flags_parser=parse)
 
 
-def require(flag: flags.FlagHolder) -> Any:
-  """The flag's value, refusing if it was not given."""
+def _refuse(message: str) -> int:
+  print(f'error: {message}', file=sys.stderr)
+  return 2
+
+
+def config_of(flag: flags.FlagHolder) -> ConfigDict:
+  """The ConfigDict that the lab note named by a flag returns, overrides applied.
+
+  Raises:
+    UserError: the flag was not given, there is no such file, or it returns something else.
+  """
   if flag.value is None:
-    raise UserError(f'--{flag.name} is missing; for instance --{flag.name}=configs/qlora.py. --help lists all flags')
+    raise UserError(f'--{flag.name} is missing; for instance --{flag.name}={NOTES}/qlora.py. --help lists all flags')
+  path = Path(config_flags.get_config_filename(flags.FLAGS[flag.name]))
+  if not path.is_file():
+    raise UserError(_no_file(path))
+  if not isinstance(flag.value, ConfigDict):
+    raise UserError(f'get_config() of {path} returns {type(flag.value).__name__}; it must return a ConfigDict')
   return flag.value
+
+
+def _no_file(path: Path) -> str:
+  notes = [str(note) for note in NOTES.glob('*.py') if 'def get_config' in note.read_text()]
+  return f'there is no config file {path}{nearest(str(path), notes) if notes else ""}'
+
+
+def _explain(error: Exception, argv: list[str]) -> str:
+  """One message for what `flags.FLAGS(argv)` raised."""
+  given = re.match(r'flag --(\S+?)=(.*?): (.*)', str(error), re.DOTALL)
+  if isinstance(error, flags.IllegalFlagValueError) and given:
+    name, value, reason = given.groups()
+    if 'Traceback' in reason:  # ml_collections passes on what a config file raises as text
+      frames = re.findall(r'File "(.*?)", line (\d+)', reason)
+      return _unusable(value.partition(':')[0], reason.strip().splitlines()[-1], frames)
+    kind = next((kind for phrase, kind in _KINDS.items() if phrase in reason), None)
+    return f'--{name}={value}: {f"it must be {kind}" if kind else reason}'
+  if isinstance(error, flags.UnrecognizedFlagError):
+    name = error.flagname
+    if '.' in name and name.split('.')[0] in flags.FLAGS:
+      return f'--{name} changes a config, and none was given: --{name.split(".")[0]}={NOTES}/qlora.py goes before it'
+    return f'there is no flag --{name}{nearest(name, flags.FLAGS)}; --help lists all'
+  if isinstance(error, flags.Error):
+    return str(error)
+  path = next((Path(arg.partition('=')[2].partition(':')[0]) for arg in argv if re.match('--?config=', arg)), None)
+  if path is not None and not path.is_file():
+    return _no_file(path)
+  named = re.search(r"^\W*(\w+)\\*'(?:(?:\\n|\n)Did you mean \"(\w+)\")?", str(error))
+  override = named and next((arg for arg in argv if re.match(rf'--?config\.(.*\.)?{named[1]}\b', arg)), None)
+  if named and override:
+    meant = f'; did you mean {named[2]!r}?' if named[2] else f'; {path} and configs/common.py show which there are'
+    return f'{override}: there is no field {named[1]!r}{meant}'
+  if isinstance(error, SyntaxError):
+    return _unusable(str(path), f'SyntaxError: {error.msg}', [(error.filename or str(path), error.lineno)])
+  frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+  return _unusable(str(path), f'{type(error).__name__}: {error}', frames)
+
+
+def _unusable(path: str, what: str, frames: list[Any]) -> str:
+  """Names the innermost of (file, line) that the user wrote."""
+  file, line = next((frame for frame in reversed(frames) if frame[0] == path), frames[-1])
+  return f'{path} cannot be used: {what} ({file}, line {line})'

@@ -34,8 +34,8 @@ _RESTART = flags.DEFINE_bool('restart', False, 'Move what the working directory 
 
 def main(argv: list[str]) -> int:
   del argv
-  config = cli.require(_CONFIG)
-  workdir = Path(_WORKDIR.value or f'runs/{config.get("name", "unnamed")}')
+  config = cli.config_of(_CONFIG)
+  workdir = Path(_WORKDIR.value or f'runs/{config.get("name") or "unnamed"}')
 
   # Setup: check everything that can be checked before anything is loaded or moved.
   print(config, flush=True)
@@ -45,16 +45,21 @@ def main(argv: list[str]) -> int:
     workdir.rename(aside)
     print(f'kept the earlier run in {aside}', file=sys.stderr)
   before = records.read_record(workdir)
-  if before is not None and before.get('status') == 'finished':
+  if before is not None:
     changed = checkpoint.differences(before['meaning'], run.meaning)
     if changed:
       raise UserError(
-          f'{workdir} holds a finished run of another config:\n  ' + '\n  '.join(changed)
+          f'{workdir} holds a run of another config ({before["status"]}):\n  ' + '\n  '.join(changed)
           + '\nGive another --workdir, or --restart to keep that one aside and begin anew'
       )  # fmt: skip
-    print(f'{workdir} holds this run, finished; --restart begins anew', file=sys.stderr)
-    print(summary(config.name, before['results']))
-    return 0
+    if before['status'] == 'finished':
+      print(f'{workdir} holds this run, finished; --restart begins anew', file=sys.stderr)
+      print(summary(config.name, before['results']))
+      return 0
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'--workdir={workdir} cannot be made: {error.strerror}') from error
 
   # The run.
   print(run.dataset)

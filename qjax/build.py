@@ -6,6 +6,7 @@ refused by name, and so is a value that cannot work, before any weight is loaded
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -29,8 +30,9 @@ from qjax.ops import Numerics
 
 T = TypeVar('T')
 
-# Fields that may differ between a run and its resumption: they change no number.
-COSMETIC = ('eval_every', 'checkpoint_every', 'max_skips')
+# Fields that may differ between a run and its resumption: they change no number, or (the mesh) only the
+# order of sums.
+COSMETIC = ('name', 'eval_every', 'checkpoint_every', 'max_skips', 'mesh')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +169,12 @@ def fields_from(kind: type[T], given: Mapping[str, Any], where: str = 'config') 
     nested = next((k for k in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(k)), None)
     if nested is not None and isinstance(value, Mapping):
       values[name] = fields_from(nested, value, f'{where}.{name}')
-    elif _is_of(value, hint):
-      values[name] = float(value) if hint is float else value
+    elif not _is_of(value, hint):
+      raise UserError(f'{where}.{name} = {value!r} ({type(value).__name__}) must be {_kind_name(hint)}')
+    elif hint is float and not math.isfinite(value):
+      raise UserError(f'{where}.{name} = {value} must be a finite number')
     else:
-      raise UserError(f'{where}.{name} = {value!r} is {type(value).__name__}; it must be {_kind_name(hint)}')
+      values[name] = float(value) if hint is float else value
   return kind(**values)
 
 
@@ -190,6 +194,10 @@ def read(config: ConfigDict) -> Fields:
     raise UserError(f'config.data.held_out = {fields.data.held_out} must lie between 0 and 1, for instance 0.2')
   if fields.model.loss_chunk < 1:
     raise UserError(f'config.model.loss_chunk = {fields.model.loss_chunk} must be at least 1')
+  if fields.precision.loss_scale_initial > 2.0**127:
+    raise UserError(
+        f'config.precision.loss_scale_initial = {fields.precision.loss_scale_initial:g} is beyond float32; 2**15 is usual'
+    )
   if not 0 <= fields.seed < 2**31:
     raise UserError(f'config.seed = {fields.seed} must be from 0 to {2**31 - 1}')
   return fields

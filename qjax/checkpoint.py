@@ -1,21 +1,21 @@
 """Checkpoints: what moves, how it moves, where the data stood, and what it all means.
 
-One step is a directory with four items: `trainable` (adapters, or every weight), `state` (moments, loss
-scale, counters), `data` (the iterator's position) and `meaning` (configuration, method, model). The frozen
-base is not copied: it follows from the model file, whose fingerprint is part of the meaning. Steps are
-written beside and renamed into place; one that cannot be read is passed over with a warning.
+One step is a directory with five items: `trainable` (adapters, or every weight), `state` (moments, loss
+scale, counters), `data` (the iterator's position), `meaning` (configuration, method, model) and `score` (of
+the held-out data, if known). The frozen base is not copied: it follows from the model file, whose
+fingerprint is part of the meaning. Steps are written beside and renamed into place; one that cannot be read
+is passed over with a warning.
 """
 
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from qjax import trees
 from qjax.errors import UserError
@@ -50,42 +50,63 @@ def differences(then: Any, now: Any, path: str = '') -> list[str]:
   return [] if then == now else [f'{path} was {then!r} and is {now!r}']
 
 
+class _NewestAndBest:
+  """Which steps orbax keeps: the last, and of those with a score the one that is best (the first of equals)."""
+
+  def __init__(self, nlls: Mapping[int, float]):
+    self.nlls = nlls
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+    steps = [info.step for info in checkpoints]
+    best = min((step for step in steps if step in self.nlls), key=self.nlls.__getitem__, default=None)
+    return [step in (best, max(steps)) for step in steps]
+
+
 class Checkpoints:
-  """The checkpoints of one run. Keeps the newest and, by the metric 'nll', the best."""
+  """The checkpoints of one run. Keeps the newest and, by the held-out negative log-likelihood, the best."""
 
   def __init__(self, directory: Path, meaning: Mapping[str, Any]):
     self.directory = directory.absolute()
     self.meaning = json.loads(json.dumps(meaning))
+    self._nlls: dict[int, float] = {}
+    arrays = ('trainable', 'state')
+    texts = ('data', 'meaning', 'score')
     # Saving is synchronous: on CPU an asynchronous save would read buffers that the next step has been given.
+    # orbax's own record of metrics is not used: one damaged file of it stops every later run.
     self._manager = ocp.CheckpointManager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
-            preservation_policy=preservation.AnyPreservationPolicy([
-                preservation.LatestN(1),
-                preservation.BestN(
-                    get_metric_fn=lambda metrics: metrics['nll'], reverse=True, n=1, keep_checkpoints_without_metrics=False
-                ),
-            ]),
+            preservation_policy=_NewestAndBest(self._nlls),
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
         ),
-        item_names=('trainable', 'state', 'data', 'meaning'),
-        item_handlers={
-            'trainable': ocp.PyTreeCheckpointHandler(),
-            'state': ocp.PyTreeCheckpointHandler(),
-            'data': ocp.JsonCheckpointHandler(),
-            'meaning': ocp.JsonCheckpointHandler(),
-        },
+        item_names=(*arrays, *texts),
+        item_handlers={name: ocp.PyTreeCheckpointHandler() for name in arrays}
+        | {name: ocp.JsonCheckpointHandler() for name in texts},
     )
+    for step in self.steps:
+      try:
+        nll = self._read(step, 'score', ocp.args.JsonRestore())['nll']
+      except Exception:  # A torn step, which `restore` reports, or a file of another program.
+        continue
+      if isinstance(nll, float):
+        self._nlls[step] = nll
 
   @property
   def steps(self) -> list[int]:
     return sorted(self._manager.all_steps())
 
   def save(self, step: int, trainable: Tree, state: Tree, data: Mapping[str, Any], nll: float | None = None) -> None:
-    """Writes one step; `nll` of the held-out data decides which is best."""
+    """Writes one step; a finite `nll` of the held-out data decides which is best.
+
+    A step that is there already stays, unless it was saved before its `nll` was known.
+    """
     if step in self.steps:
-      return
+      if nll is None:
+        return
+      self._manager.delete(step)
+    if nll is not None:
+      self._nlls[step] = nll
     self._manager.save(
         step,
         args=ocp.args.Composite(
@@ -93,8 +114,8 @@ class Checkpoints:
             state=ocp.args.PyTreeSave(trees.flatten(state)),
             data=ocp.args.JsonSave(dict(data)),
             meaning=ocp.args.JsonSave(self.meaning),
+            score=ocp.args.JsonSave({'nll': nll}),
         ),
-        metrics=None if nll is None else {'nll': nll},
     )
     self._manager.wait_until_finished()
 
@@ -158,15 +179,19 @@ class Checkpoints:
     saved = self._manager.item_metadata(step)[item]
     if saved is None:
       raise ValueError(f'item {item} is missing')
-    shapes = {path: tuple(leaf.shape) for path, leaf in dict(getattr(saved, 'tree', saved)).items()}
-    compare_leaves(shapes, {path: tuple(leaf.shape) for path, leaf in wanted.items()}, f'{item} of step {step}')
+    compare_leaves(_described(dict(getattr(saved, 'tree', saved))), _described(wanted), f'{item} of step {step}')
     args = ocp.checkpoint_utils.construct_restore_args(wanted)
     flat = self._read(step, item, ocp.args.PyTreeRestore(wanted, restore_args=args))
     return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path in wanted])
 
 
+def _described(leaves: Mapping[str, Any]) -> dict[str, str]:
+  """'float32[2, 64]' by path."""
+  return {path: f'{leaf.dtype}{list(leaf.shape)}' for path, leaf in leaves.items()}
+
+
 def compare_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
-  """Refuses leaves that are missing, unexpected or of another shape.
+  """Refuses leaves that are missing, unexpected, or of another shape or dtype.
 
   Raises:
     UserError: naming each.
@@ -174,7 +199,7 @@ def compare_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], what: st
   lines = [f'missing: {path}' for path in wanted if path not in saved]
   lines += [f'unexpected: {path}' for path in saved if path not in wanted]
   lines += [
-      f'shape of {path}: saved {saved[path]}, wanted {wanted[path]}'
+      f'{path}: saved {saved[path]}, wanted {wanted[path]}'
       for path in wanted
       if path in saved and saved[path] != wanted[path]
   ]

@@ -1,6 +1,8 @@
 """From `Update` to an optax transformation over exactly what is trained."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from qjax.errors import UserError, nearest
 from qjax.method import Update
 
 Tree = Any
+F = TypeVar('F', bound=Callable[..., Any])
 SCHEDULES = ('constant', 'linear', 'cosine')
 
 
@@ -40,6 +43,17 @@ def check(update: Update, total_steps: int) -> None:
     raise UserError(f'precision.rounding = {update.rounding!r} is not known{nearest(update.rounding, precision.ROUNDINGS)}')
 
 
+def _promoting(fn: F) -> F:
+  """fn with JAX's usual promotion inside: optax mixes Python floats with integer counters, which strict mode refuses."""
+
+  @functools.wraps(fn)
+  def call(*args: Any) -> Any:
+    with jax.numpy_dtype_promotion('standard'):
+      return fn(*args)
+
+  return call  # type: ignore[return-value]
+
+
 def schedule(update: Update, total_steps: int) -> optax.Schedule:
   """Learning rate by count of applied updates; a skipped step does not advance it."""
   after = max(total_steps - update.warmup_steps, 1)
@@ -50,10 +64,10 @@ def schedule(update: Update, total_steps: int) -> optax.Schedule:
       'cosine': lambda: optax.cosine_decay_schedule(peak, after),
   }[update.schedule]()
   if not update.warmup_steps:
-    return main
+    return _promoting(main)
   # The first update of a warm-up from zero would do nothing, so the rise starts one step in.
   rise = optax.linear_schedule(peak / (update.warmup_steps + 1), peak, update.warmup_steps)
-  return optax.join_schedules([rise, main], [update.warmup_steps])
+  return _promoting(optax.join_schedules([rise, main], [update.warmup_steps]))
 
 
 def _decays(tree: Tree) -> Tree:
@@ -82,11 +96,12 @@ def make(update: Update, total_steps: int) -> optax.GradientTransformation:
   def init(params: Tree) -> Tree:
     return inner.init(precision.cast_floating(params, jnp.dtype('float32')))
 
+  @_promoting
   def step(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
     wide = [precision.cast_floating(tree, jnp.dtype('float32')) for tree in (gradients, params)]
     return inner.update(wide[0], state, wide[1])
 
-  return optax.GradientTransformation(init, step)  # type: ignore[arg-type]
+  return optax.GradientTransformation(init, step)
 
 
 def apply(params: Tree, updates: Tree, rounding: str, key: jax.Array) -> Tree:

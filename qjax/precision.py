@@ -8,7 +8,7 @@ al. 2018, "Mixed Precision Training", §3.2).
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from qjax.errors import UserError, nearest
 
 Tree = Any
-T = TypeVar('T')
 
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16, 'float16': jnp.float16}
 
@@ -117,8 +116,11 @@ ROUNDINGS: dict[str, Rounding] = {
 class LossScale(Protocol):
   """State that multiplies the loss before the backward pass and divides the gradients after it."""
 
-  skipped: jax.Array
-  consecutive: jax.Array
+  @property
+  def skipped(self) -> jax.Array: ...
+
+  @property
+  def consecutive(self) -> jax.Array: ...
 
   def scale(self, loss: jax.Array) -> jax.Array: ...
 
@@ -129,9 +131,9 @@ class LossScale(Protocol):
   def factor(self) -> jax.Array: ...
 
 
-def _counted(state: T, is_finite: jax.Array) -> dict[str, jax.Array]:
+def _counted(state: Any, is_finite: jax.Array) -> dict[str, Any]:
   skip = 1 - is_finite.astype(jnp.int32)
-  return {'skipped': state.skipped + skip, 'consecutive': (state.consecutive + skip) * skip}  # type: ignore[attr-defined]
+  return {'skipped': state.skipped + skip, 'consecutive': (state.consecutive + skip) * skip}
 
 
 def _zero() -> jax.Array:

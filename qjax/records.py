@@ -6,33 +6,53 @@ Tables and figures are drawn from these files alone.
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import resource
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import psutil
 import tensorboardX
+
+from qjax.errors import UserError
 
 RECORD = 'record.json'
 METRICS = 'metrics.jsonl'
 LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 
 
-def write_json(path: Path, value: Any) -> None:
-  """Writes JSON so that a reader, or a crash, finds the old file or the new one, never half of either."""
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[str]]:
+  """A file that takes the place of `path` when it is whole: a reader, or a crash, never finds half of it."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.NamedTemporaryFile('w', dir=path.parent, prefix=path.name, delete=False) as file:
-    json.dump(value, file, indent=2, allow_nan=False)
-    file.write('\n')
+  beside = path.with_name(f'.{path.name}.new')
+  with open(beside, 'w') as file:
+    yield file
     file.flush()
     os.fsync(file.fileno())
-  os.replace(file.name, path)
+  os.replace(beside, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Writes `plain(value)` so that a reader, or a crash, finds the old file or the new one."""
+  with replacing(path) as file:
+    json.dump(plain(value), file, indent=2, allow_nan=False)
+    file.write('\n')
+
+
+def plain(value: Any) -> Any:
+  """The value with None for infinities and NaN, which JSON does not have, all the way down."""
+  if isinstance(value, Mapping):
+    return {name: plain(item) for name, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [plain(item) for item in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def environment() -> dict[str, Any]:
@@ -77,27 +97,32 @@ class Record:
 class Metrics:
   """Appends measurements by step to `metrics.jsonl` and to TensorBoard.
 
-  On resume everything after the restored step is cut off first, because it will be measured again.
+  On resume everything after the restored step is cut off first, because it will be measured again; so is
+  that step's own evaluation if it is still to come (`is_scored` False).
   """
 
-  def __init__(self, directory: Path, after_step: int | None = None):
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / METRICS
-    kept = [] if after_step is None else [row for row in read_metrics(directory) if row['step'] <= after_step]
-    with tempfile.NamedTemporaryFile('w', dir=directory, prefix=METRICS, delete=False) as file:
+  def __init__(self, directory: Path, after_step: int | None = None, is_scored: bool = True):
+
+    def is_kept(row: Mapping[str, Any]) -> bool:
+      assert after_step is not None
+      return row['step'] < after_step or (row['step'] == after_step and (is_scored or row['kind'] != 'eval'))
+
+    kept = [] if after_step is None else [row for row in read_metrics(directory) if is_kept(row)]
+    with replacing(directory / METRICS) as file:
       file.writelines(json.dumps(row) + '\n' for row in kept)
-    os.replace(file.name, path)
-    self._file = open(path, 'a')
-    purge = None if after_step is None else after_step + 1
+    self._file = open(directory / METRICS, 'a')
+    purge = 0 if after_step is None else after_step + 1
     self._events = tensorboardX.SummaryWriter(str(directory / 'tensorboard'), purge_step=purge)
 
   def write(self, step: int, kind: str, values: Mapping[str, float | int]) -> None:
-    """One line {'step', 'kind', …}; infinities and NaN are written as null, since JSON has no such numbers."""
-    plain = {name: None if value != value or abs(value) == float('inf') else value for name, value in values.items()}
-    self._file.write(json.dumps({'step': step, 'kind': kind} | plain) + '\n')
+    """One line {'step', 'kind', …}, with null for infinities and NaN; both files are up to date afterwards."""
+    row = plain(values)
+    self._file.write(json.dumps({'step': step, 'kind': kind} | row) + '\n')
     self._file.flush()
-    for name, value in values.items():
-      self._events.add_scalar(f'{kind}/{name}', value, step)
+    for name, value in row.items():
+      if value is not None:
+        self._events.add_scalar(f'{kind}/{name}', value, step)
+    self._events.flush()
 
   def close(self) -> None:
     self._file.close()
@@ -120,7 +145,12 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 def read_record(directory: Path) -> dict[str, Any] | None:
   """The record in a run's directory, None if there is none."""
   path = directory / RECORD
-  return json.loads(path.read_text()) if path.exists() else None
+  if not path.exists():
+    return None
+  try:
+    return json.loads(path.read_text())
+  except ValueError as error:
+    raise UserError(f'{path} is damaged ({error}); move it away, or give --restart to keep all of it aside') from None
 
 
 def human_bytes(count: float) -> str:

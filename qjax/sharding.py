@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from qjax import trees
 from qjax.errors import UserError
@@ -66,12 +66,12 @@ def make_mesh(spec: MeshSpec, devices: list[jax.Device] | None = None) -> Mesh:
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _axis_size(mesh: Mesh, axes: str | tuple[str, ...] | None) -> int:
+def _axis_size(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
   names = (axes,) if isinstance(axes, str) else axes or ()
   return math.prod(mesh.shape[name] for name in names)
 
 
-def _fit(axes: Any, size: int, mesh: Mesh) -> Any:
+def _fit(axes: Any, size: int, mesh: Mesh | AbstractMesh) -> Any:
   """The longest tail of `axes` that divides `size` evenly, None if none does."""
   names = (axes,) if isinstance(axes, str) else tuple(axes or ())
   for start in range(len(names)):

@@ -179,7 +179,7 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
         loss=nll / total,
         accuracy=correct / total,
         tokens=tokens,
-        gradient_norm=optax.global_norm(grads),
+        gradient_norm=optax.tree.norm(grads),
         learning_rate=jnp.asarray(rate(optim.applied_steps(state.optimizer)), jnp.float32),
         loss_scale=state.loss_scale.factor(),
         skipped=scale.skipped,
@@ -284,14 +284,14 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
     state = init_state(run, trainable)
     state = jax.device_put(state, state_shardings(state, run.mesh))
     sizes = measure(trainable, frozen, state)
-    record.update(
-        status='running', sizes=sizes, kernels=kernels_used(run), unsplit=sharding.unsplit((trainable, frozen), run.mesh)
-    )
+    unsplit = sharding.unsplit((trainable, frozen), run.mesh)
     del trainable
 
     # Where the run stands: a fresh start, or the newest checkpoint.
     saved = checkpoint.Checkpoints(run.workdir / 'checkpoints', run.meaning)
     restored = saved.restore(state.trainable, dataclasses.replace(state, trainable=()))
+    # Only now, because a run that is refused leaves the record of the one that it was refused for.
+    record.update(status='running', sizes=sizes, kernels=kernels_used(run), unsplit=unsplit)
     history: dict[str, Any] = {'seconds': 0.0}
     shard = (jax.process_index(), jax.process_count())
     batches = train_iterator(run.dataset.train, run.data, shard)
@@ -301,7 +301,10 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
       history = restored.data['history']
       saved.forget_after(restored.step)
       print(f'resuming after step {restored.step}', file=sys.stderr)
-    metrics = records.Metrics(run.workdir, None if restored is None else restored.step)
+    done = int(state.step)
+    # A stop may come between a step and the evaluation that is due after it.
+    is_scored = history.get('scored') == done
+    metrics = records.Metrics(run.workdir, None if restored is None else done, is_scored)
 
     # Compile.
     key = jax.random.key(run.loop.seed + 1)
@@ -327,6 +330,12 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
             f'accuracy {found.accuracy:.3f}', file=sys.stderr, flush=True)  # fmt: skip
       return found
 
+    def score_and_save(step: int) -> None:
+      found = records.plain(score(step).as_dict())
+      history.setdefault('before', found)
+      history.update(after=found, scored=step)
+      save(step, found['nll'])
+
     def save(step: int, nll: float | None = None) -> None:
       history['seconds'] += time.monotonic() - save.since  # type: ignore[attr-defined]
       save.since = time.monotonic()  # type: ignore[attr-defined]
@@ -334,13 +343,11 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
       saved.save(step, state.trainable, rest, {'iterator': batches.get_state(), 'history': history}, nll)
 
     save.since = time.monotonic()  # type: ignore[attr-defined]
-    done = int(state.step)
+    is_due = lambda step: step % run.loop.eval_every == 0 or step == run.loop.num_steps
     try:
       # Before.
-      if 'before' not in history:
-        found = score(0)
-        history['before'] = history['after'] = found.as_dict()
-        save(0, found.nll)
+      if is_due(done) and not is_scored:
+        score_and_save(done)
 
       # The loop.
       with Bar('training', run.loop.num_steps, done) as bar:
@@ -353,6 +360,7 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
           bar.advance(done, _line(found_metrics, run, bar.seconds_a_step))
           if found_metrics['consecutive_skips'] >= run.loop.max_skips:
             save(done)
+            record.update(status='failed', step=done)
             raise UserError(
                 f'{run.loop.max_skips} steps in a row had no finite gradient (loss {found_metrics["loss"]}, loss scale '
                 f'{found_metrics["loss_scale"]:g}). Weights and moments are as they were before the first of them and are '
@@ -360,10 +368,8 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
             )
           if stop.signal_number is not None:
             raise _StopTraining
-          if done % run.loop.eval_every == 0 or done == run.loop.num_steps:
-            found = score(done)
-            history['after'] = found.as_dict()
-            save(done, found.nll)
+          if is_due(done):
+            score_and_save(done)
             bar.restart_clock()
           elif done % run.loop.checkpoint_every == 0:
             save(done)

@@ -85,11 +85,11 @@ def match_rules(rules: Rules, paths: Sequence[str], what: str) -> dict[str, Any]
         values[path] = value
         first[index] = True
   listing = '\n  '.join(paths)
-  for index, (pattern, _) in enumerate(rules):
+  for index, (given, _) in enumerate(rules):
     if not matched[index]:
-      raise UserError(f'{what}: {pattern!r} matches none of the paths (a rule must match a whole path):\n  {listing}')
+      raise UserError(f'{what}: {given!r} matches none of the paths (a rule must match a whole path):\n  {listing}')
     if not first[index]:
-      raise UserError(f'{what}: {pattern!r} is never used: earlier rules take every path that it matches')
+      raise UserError(f'{what}: {given!r} is never used: earlier rules take every path that it matches')
   uncovered = [path for path in paths if path not in values]
   if uncovered:
     raise UserError(f'{what}: no rule covers\n  ' + '\n  '.join(uncovered) + "\nAdd a rule, for instance ('.*', …) last")

@@ -7,11 +7,15 @@ what stays in memory is each document's length, and its tokens as long as they a
 import dataclasses
 import functools
 import hashlib
+import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
+import grain
+import grain.experimental
 import numpy as np
 
 from qjax.data.packing import Batch, assemble, first_fit
@@ -31,6 +35,7 @@ from qjax.errors import UserError, nearest
 CONSTRUCTION_FAQ = 'construction_faq'
 CACHED_TOKENS = 2**24
 """Documents of more tokens than this in all are read and tokenized again whenever they are needed."""
+_BATCHES_AHEAD = 2
 
 TooLong = Literal['drop', 'truncate', 'error']
 Shard = tuple[int, int]
@@ -249,6 +254,10 @@ def _keys(source: RowSource, seed: int) -> np.ndarray:
   return np.fromiter((question_key(q, seed) for q in questions), np.uint64, len(source))
 
 
+_Plan = list[list[int]]
+"""The documents of each row of a batch."""
+
+
 class TrainIterator(Iterator[Batch]):
   """Batches without end, in a new order each epoch, which `get_state` and `set_state` resume exactly.
 
@@ -256,33 +265,29 @@ class TrainIterator(Iterator[Batch]):
   the documents' lengths; so the position in the stream of documents is the whole state. With `shard`
   (i, n) the same global batches are planned and the i-th n-th of each one's rows is built, whatever n is:
   a run may resume on another number of processes.
+
+  grain builds the next batches in a thread while one is in use. State, `epoch` and `row_ids` are those of
+  the batches handed out, however many are built.
   """
 
   def __init__(self, documents: Documents, spec: DataSpec, shard: Shard = (0, 1)):
     self._documents, self._spec = documents, spec
-    self._rows = _shard_rows(spec.batch_size, shard)
-    self._next = 0
-    self._plan: list[list[int]] = []
+    stream = _Stream(documents, spec, _shard_rows(spec.batch_size, shard))
+    ahead = grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=_BATCHES_AHEAD)
+    self._batches = iter(ahead)
+    # The thread ends with this iterator, or at the interpreter's exit while the modules that grain needs to
+    # stop it are still whole; left to `__del__` alone, an iterator that lives to the end prints errors.
+    weakref.finalize(self, vars(self).pop, '_batches')
+    self._plan: _Plan = []
 
   def __next__(self) -> Batch:
-    spec, documents = self._spec, self._documents
-    drawn: list[int] = []
-
-    def slots() -> Iterator[int]:
-      while True:
-        epoch, index = divmod(self._next + len(drawn), len(documents))
-        drawn.append(int(_epoch_order(spec.seed, epoch, len(documents))[index]))
-        yield int(documents.lengths[drawn[-1]])
-
-    rows = first_fit(slots(), spec.batch_size, spec.seq_len, spec.pack)
-    self._next += sum(map(len, rows))
-    self._plan = [[drawn[i] for i in row] for row in rows[self._rows]]
-    return _build(documents, self._plan, len(self._plan), spec)
+    self._plan, batch = next(self._batches)
+    return batch
 
   @property
   def epoch(self) -> int:
     """How often every document has been seen."""
-    return self._next // len(self._documents)
+    return self._batches.get_state()['next'] // len(self._documents)
 
   @property
   def row_ids(self) -> list[list[int]]:
@@ -290,7 +295,7 @@ class TrainIterator(Iterator[Batch]):
     return [[int(self._documents.rows[i]) for i in row] for row in self._plan]
 
   def get_state(self) -> dict[str, Any]:
-    return {'next': self._next, 'epoch': self.epoch} | self._identity()
+    return self._batches.get_state() | {'epoch': self.epoch} | self._identity()
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Continues where `get_state` was called. Refuses a state of other data or another spec, naming which."""
@@ -302,12 +307,56 @@ class TrainIterator(Iterator[Batch]):
       if then != now:
         what = 'the training documents (data, tokenizer or template)' if field == 'fingerprint' else field
         raise UserError(f'cannot resume: {what} was {then!r} when the state was saved and is {now!r} now')
-    self._next, self._plan = position, []
+    self._batches.set_state({'next': position})
+    self._plan = []
 
   def _identity(self) -> dict[str, Any]:
     return dataclasses.asdict(self._spec) | {
       'documents': len(self._documents), 'fingerprint': self._documents.fingerprint
     }
+
+
+class _Stream(grain.IterDataset):
+  """The rows `rows` of every global batch of the endless training stream, each batch with its plan."""
+
+  def __init__(self, documents: Documents, spec: DataSpec, rows: slice):
+    super().__init__()
+    self._of = documents, spec, rows
+
+  def __iter__(self) -> grain.DatasetIterator:
+    return _StreamIterator(*self._of)
+
+
+class _StreamIterator(grain.DatasetIterator):
+  """Its state is {'next': the position in the stream of documents at which the next batch begins}."""
+
+  def __init__(self, documents: Documents, spec: DataSpec, rows: slice):
+    super().__init__()
+    self._documents, self._spec, self._rows = documents, spec, rows
+    self._next = 0
+
+  def __next__(self) -> tuple[_Plan, Batch]:
+    self._assert_not_closed()
+    spec, documents = self._spec, self._documents
+    drawn: list[int] = []
+
+    def slots() -> Iterator[int]:
+      for position in itertools.count(self._next):
+        epoch, index = divmod(position, len(documents))
+        drawn.append(int(_epoch_order(spec.seed, epoch, len(documents))[index]))
+        yield int(documents.lengths[drawn[-1]])
+
+    rows = _plan_batch(slots(), spec)
+    plan = [[drawn[i] for i in row] for row in rows[self._rows]]
+    batch = _build(documents, plan, len(plan), spec)
+    self._next += sum(map(len, rows))  # Only now: a batch that could not be read is tried again.
+    return plan, batch
+
+  def get_state(self) -> dict[str, int]:
+    return {'next': self._next}
+
+  def set_state(self, state: dict[str, int]) -> None:
+    self._next = state['next']
 
 
 @functools.lru_cache(maxsize=2)
@@ -335,10 +384,10 @@ class EvalBatches:
   def __init__(self, documents: Documents, spec: DataSpec, shard: Shard = (0, 1)):
     self._documents, self._spec = documents, spec
     self._rows = _shard_rows(spec.batch_size, shard)
-    self._plans: list[list[list[int]]] = []
+    self._plans: list[_Plan] = []
     done = 0
     while done < len(documents):
-      rows = first_fit(map(int, documents.lengths[done:]), spec.batch_size, spec.seq_len, spec.pack)
+      rows = _plan_batch(map(int, documents.lengths[done:]), spec)
       self._plans.append([[done + i for i in row] for row in rows])
       done += sum(map(len, rows))
 
@@ -356,7 +405,31 @@ def eval_batches(documents: Documents, spec: DataSpec, shard: Shard = (0, 1)) ->
   return EvalBatches(documents, spec, shard)
 
 
-def _build(documents: Documents, plan: list[list[int]], n_rows: int, spec: DataSpec) -> Batch:
+def _plan_batch(slots: Iterable[int], spec: DataSpec) -> _Plan:
+  """Rows of indices into `slots`, the lengths of the documents to come, that hold as many as fit in a batch.
+
+  These are always a prefix of `slots`, so that a position in the stream stays all that resuming needs: the
+  longest that fits when longer documents choose a row first ("first fit decreasing"). Eight rows of 256
+  slots of the FAQ are then 0.90 full on average, and 0.85 when documents choose in the stream's order.
+  """
+  if not spec.pack:
+    return first_fit(slots, spec.batch_size, spec.seq_len, pack=False)
+  room, lengths = spec.batch_size * spec.seq_len, []
+  for n in slots:
+    room -= n
+    if room < 0:
+      break
+    lengths.append(n)
+  while True:
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    rows = first_fit((lengths[i] for i in longest_first), spec.batch_size, spec.seq_len)
+    if sum(map(len, rows)) == len(lengths):
+      # Back in the stream's order, so that no row, and no process's share of them, is that of the long ones.
+      return sorted(sorted(longest_first[i] for i in row) for row in rows)
+    lengths.pop()
+
+
+def _build(documents: Documents, plan: _Plan, n_rows: int, spec: DataSpec) -> Batch:
   rows = [[documents[i] for i in row] for row in plan]
   return assemble(rows, n_rows, spec.seq_len, documents.tokenizer.pad_id)
 

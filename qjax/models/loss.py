@@ -73,7 +73,8 @@ def _forward(
     return (new_largest, total, target), None
 
   zeros = jnp.zeros(targets.shape, jnp.float32)
-  start = (jnp.full(targets.shape, -jnp.inf), zeros, zeros)
+  # Not −inf: of a first chunk without a possible word, −inf − (−inf) would be NaN.
+  start = (jnp.full(targets.shape, jnp.finfo(jnp.float32).min), zeros, zeros)
   (largest, total, target), _ = jax.lax.scan(body, start, jnp.arange(count))
   log_total = largest + jnp.log(total)
   return TokenLosses(log_total - target, (target >= largest).astype(jnp.float32)), log_total
@@ -155,7 +156,7 @@ def loss_sums(
     dropout_key: for adapters that drop inputs; None in evaluation.
   """
   rngs = None if dropout_key is None else {'dropout': dropout_key}
-  hidden = model.apply(variables, batch['tokens'], batch['segments'], batch['positions'], rngs=rngs)
+  hidden: Any = model.apply(variables, batch['tokens'], batch['segments'], batch['positions'], rngs=rngs)
   head, transposed = head_of(model.config, variables['params'])
   losses = token_losses(hidden, head, batch['targets'], model.numerics.policy, transposed, chunk)
   weights = batch['weights']

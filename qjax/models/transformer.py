@@ -1,6 +1,5 @@
 """A decoder of the Llama family: one functional Linen module, layers scanned with selectable remat."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from qjax import trees
 from qjax.errors import UserError, nearest
 from qjax.models.attention import AttentionKernel, attention_mask
 from qjax.models.config import ModelConfig
@@ -131,7 +129,7 @@ def head_of(config: ModelConfig, params: Tree) -> tuple[jax.Array, bool]:
 
 def logits(model: Transformer, variables: Tree, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
   """All logits [B, T, vocab] in the output dtype. Training and evaluation use `loss.token_losses` instead."""
-  hidden = model.apply(variables, tokens, segments, positions)
+  hidden: Any = model.apply(variables, tokens, segments, positions)
   head, transposed = head_of(model.config, variables['params'])
   dtypes = model.numerics.policy
   return matmul(hidden, head, dtypes, transposed).astype(dtypes.output)

@@ -195,11 +195,11 @@ def quantize(w: jax.Array, scheme: str | Scheme) -> QTensor:
   if scheme.asymmetric:
     low, high = _range(w, scheme)
     scale = (high - low) / (2**numbers.bits - 1)
-    offset = low.astype(scheme.scale)
+    offset = _at_rest(low, scheme.scale)
   else:
     divisor = 1 if numbers.levels is not None else numbers.largest
     scale = _absmax(w, scheme) / divisor
-  stored = DoubleQuantized.quantize(scale) if scheme.double_quantized else scale.astype(scheme.scale)
+  stored = DoubleQuantized.quantize(scale) if scheme.double_quantized else _at_rest(scale, scheme.scale)
 
   # Codes are chosen for the scale as it will be read back, not as it was computed.
   step = _spread(_read(stored), block, k)
@@ -214,6 +214,16 @@ def quantize(w: jax.Array, scheme: str | Scheme) -> QTensor:
     codes = signed.astype(jnp.int8) if numbers.bits == 8 else (signed + 2 ** (numbers.bits - 1)).astype(jnp.uint8)
   packed = codes if numbers.bits == 8 else _pack_blocks(codes, numbers.bits, block)
   return QTensor(packed, stored, offset, scheme, k)
+
+
+def _at_rest(scale: jax.Array, dtype: str) -> jax.Array:
+  """float32 scales in the dtype in which they rest.
+
+  Under jit XLA drops a cast to bfloat16 that is undone at once, and codes would be chosen for a scale that is
+  never stored. It keeps `reduce_precision`.
+  """
+  info = jnp.finfo(dtype)
+  return jax.lax.reduce_precision(scale, info.nexp, info.nmant).astype(dtype)
 
 
 def _read(scale: jax.Array | DoubleQuantized) -> jax.Array:

@@ -1,0 +1,153 @@
+"""Measures one training step of full fine-tuning, LoRA and QLoRA: bytes by the compiler, seconds by the clock.
+
+  python -m experiments.bench_step
+  python -m experiments.bench_step --methods=lora,qlora --batch_size=4 --seq_len=512 --json
+
+Every method runs its own config from configs/, on full rows of random tokens. Bytes are what the compiled
+program says of itself (arguments, temporaries); seconds are medians over steps taken in turn, one method after
+the other, so that a busy machine slows all of them alike. --config.field overrides go to every method as
+--override=field=value, for instance --override=precision.compute=float32.
+"""
+
+import importlib
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments import cli
+from qjax import build, train, trees
+from qjax.errors import UserError
+from qjax.progress import Bar, stage
+from qjax.records import human_bytes
+
+_METHODS = flags.DEFINE_list('methods', ['full', 'lora', 'qlora'], 'Names of configs in configs/.')
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', 8, 'Rows a step.', lower_bound=1)
+_SEQ_LEN = flags.DEFINE_integer('seq_len', 256, 'Tokens a row.', lower_bound=1)
+_STEPS = flags.DEFINE_integer('steps', 5, 'Timed steps of each method; 0 only compiles.', lower_bound=0)
+_OVERRIDE = flags.DEFINE_multi_string('override', [], 'field=value for every config; may be given several times.')
+_JSON = flags.DEFINE_bool('json', False, 'End with one line of JSON: results by method.')
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  measured: dict[str, dict[str, Any]] = {}
+  running = {}
+  for name in _METHODS.value:
+    run = build.run(_config(name), Path('runs') / f'bench-{name}')
+    with stage(f'{name}: preparing and compiling'), jax.set_mesh(run.mesh):
+      trainable, frozen = train.prepare(run)
+      state = train.init_state(run, trainable)
+      state = jax.device_put(state, train.state_shardings(state, run.mesh))
+      batch = train.place_batch(_full_rows(run), run.loop.accumulate, run.mesh)
+      key = jax.random.key(0)
+      compiled = train.compile_step(run, state, frozen, batch, key)
+    memory = compiled.memory
+    sizes = train.measure(trainable, frozen, state)
+    measured[name] = {
+        'train_bytes': memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes,
+        'argument_bytes': memory.argument_size_in_bytes,
+        'temp_bytes': memory.temp_size_in_bytes,
+        'held_bytes': trees.nbytes((state, frozen)),
+        'step_seconds': None,
+        'compile_seconds': compiled.seconds,
+        'batch_size': _BATCH_SIZE.value,
+        'seq_len': _SEQ_LEN.value,
+        'compute': run.method.numerics.policy.compute.name,
+        **sizes,
+    }
+    running[name] = [compiled, state, frozen, batch, key, run.mesh]
+    del trainable, state, frozen
+  _time(running, measured)
+  print(_table(measured))
+  if _JSON.value:
+    print(json.dumps(measured))
+  return 0
+
+
+def _config(name: str) -> Any:
+  try:
+    config = importlib.import_module(f'configs.{name}').get_config()
+  except ModuleNotFoundError:
+    raise UserError(f'--methods: there is no configs/{name}.py') from None
+  config.batch_size, config.data.seq_len = _BATCH_SIZE.value, _SEQ_LEN.value
+  for override in _OVERRIDE.value:
+    field, equals, value = override.partition('=')
+    if not equals:
+      raise UserError(f'--override={override} is not field=value')
+    try:
+      config.update_from_flattened_dict({field: type(_get(config, field))(value)})
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+      raise UserError(f'--override={override}: {error}') from None
+  return config
+
+
+def _get(config: Any, field: str) -> Any:
+  for part in field.split('.'):
+    config = config[part]
+  return config
+
+
+def _full_rows(run: train.Run) -> dict[str, np.ndarray]:
+  """Rows without padding, one document each, every token trained on: the most work that the shape can hold."""
+  shape = (run.data.batch_size, run.data.seq_len)
+  tokens = np.random.default_rng(0).integers(0, run.model.config.vocab_size, shape, np.int32)
+  return {
+      'tokens': tokens,
+      'targets': np.roll(tokens, -1, axis=1),
+      'weights': np.ones(shape, np.float32),
+      'segments': np.ones(shape, np.int32),
+      'positions': np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
+  }
+
+
+def _time(running: dict[str, list[Any]], measured: dict[str, dict[str, Any]]) -> None:
+  rounds = _STEPS.value + 1 if _STEPS.value else 0  # the first round warms up
+  seconds: dict[str, list[float]] = {name: [] for name in running}
+  with Bar('steps', rounds * len(running)) as bar:
+    for index in range(rounds * len(running)):
+      name = list(running)[index % len(running)]
+      compiled, state, frozen, batch, key, mesh = running[name]
+      with jax.set_mesh(mesh):
+        start = time.perf_counter()
+        state, metrics = jax.block_until_ready(compiled.call(state, frozen, batch, key))
+        elapsed = time.perf_counter() - start
+      if not np.isfinite(metrics.loss):
+        raise RuntimeError(f'{name}: the loss of a timed step is {metrics.loss}')
+      running[name][1] = state
+      if index >= len(running):
+        seconds[name].append(elapsed)
+      bar.advance(index + 1, f'{name} {elapsed:.2f} s')
+  for name, values in seconds.items():
+    if values:
+      measured[name]['step_seconds'] = statistics.median(values)
+      measured[name]['step_seconds_all'] = values
+
+
+def _table(measured: dict[str, dict[str, Any]]) -> str:
+  """One line a method."""
+  devices = jax.devices()
+  lines = [
+      f'one step of {_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens on {len(devices)} x {devices[0].device_kind}',
+      f'{"method":<8} {"trained":>12} {"weights":>11} {"adapters":>11} {"optimizer":>11} {"arguments":>11} '
+      f'{"temporaries":>11} {"in all":>11} {"s a step":>9}',
+  ]
+  for name, m in measured.items():
+    sizes = (m['weight_bytes'], m['adapter_bytes'], m['optimizer_bytes'], m['argument_bytes'], m['temp_bytes'], m['train_bytes'])
+    seconds = '-' if m['step_seconds'] is None else f'{m["step_seconds"]:.2f}'
+    lines.append(
+        f'{name:<8} {m["trainable_parameters"]:>12,} ' + ' '.join(f'{human_bytes(s):>11}' for s in sizes) + f' {seconds:>9}'
+    )
+  return '\n'.join(lines)
+
+
+if __name__ == '__main__':
+  cli.run(main)
