@@ -10,17 +10,19 @@ def base() -> ConfigDict:
   """Fine-tuning of the embedded model on the embedded data, without a method."""
   config = ConfigDict()
   config.seed = 0  # data order, adapters, dropout, stochastic rounding
-  config.num_steps = 60
+  config.num_steps = 30
   config.batch_size = 8  # rows a step, over all devices
   config.accumulate = 1  # micro-batches a step; must divide batch_size
-  config.eval_every = 20  # steps; there is also an evaluation before and after
-  config.checkpoint_every = 20  # steps; the newest and the best are kept
+  config.eval_every = 10  # steps; there is also an evaluation before and after
+  config.checkpoint_every = 10  # steps; the newest and the best are kept
   config.max_skips = 50  # give up after so many steps in a row without a finite gradient
   config.kernels = 'auto'  # matrix products: auto | xla
 
   config.model = ConfigDict()
   config.model.path = 'embedded'  # or a .gguf file, or a Hugging Face directory
-  config.model.remat = 'attention'  # kept of a layer for the backward pass: full (nothing) | attention | dots | dots_no_batch | none (all)
+  # What is kept of a layer for the backward pass: full remat (nothing) | attention | dots | dots_no_batch |
+  # none (everything).
+  config.model.remat = 'attention'
   config.model.attention = 'auto'  # auto | xla | cudnn
   config.model.loss_chunk = 4096  # words of the vocabulary whose logits exist at a time
 

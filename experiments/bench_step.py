@@ -1,11 +1,11 @@
-"""Measures one training step of full fine-tuning, LoRA and QLoRA: bytes by the compiler, seconds by the clock.
+"""Measures a training step of full fine-tuning, LoRA and QLoRA: bytes by the compiler, seconds by the clock.
 
   python -m experiments.bench_step
   python -m experiments.bench_step --methods=lora,qlora --batch_size=4 --seq_len=512 --json
 
 Every method runs its own config from configs/, on full rows of random tokens. Bytes are what the compiled
-program says of itself (arguments, temporaries); seconds are medians over steps taken in turn, one method after
-the other, so that a busy machine slows all of them alike. --config.field overrides go to every method as
+program says of itself (arguments, temporaries); seconds are medians over steps taken in turn, one method
+after the other, so that a busy machine slows all of them alike. A field is overridden for every method by
 --override=field=value, for instance --override=precision.compute=float32.
 """
 
@@ -30,7 +30,9 @@ _METHODS = flags.DEFINE_list('methods', ['full', 'lora', 'qlora'], 'Names of con
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 8, 'Rows a step.', lower_bound=1)
 _SEQ_LEN = flags.DEFINE_integer('seq_len', 256, 'Tokens a row.', lower_bound=1)
 _STEPS = flags.DEFINE_integer('steps', 5, 'Timed steps of each method; 0 only compiles.', lower_bound=0)
-_OVERRIDE = flags.DEFINE_multi_string('override', [], 'field=value for every config; may be given several times.')
+_OVERRIDE = flags.DEFINE_multi_string(
+  'override', [], 'field=value for every config; may be given several times.'
+)
 _JSON = flags.DEFINE_bool('json', False, 'End with one line of JSON: results by method.')
 
 
@@ -50,19 +52,19 @@ def main(argv: list[str]) -> int:
     memory = compiled.memory
     sizes = train.measure(trainable, frozen, state)
     measured[name] = {
-        'train_bytes': memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
-        'argument_bytes': memory.argument_size_in_bytes,
-        'temp_bytes': memory.temp_size_in_bytes,
-        'held_bytes': trees.nbytes((state, frozen)),
-        'step_seconds': None,
-        'compile_seconds': compiled.seconds,
-        'batch_size': _BATCH_SIZE.value,
-        'seq_len': _SEQ_LEN.value,
-        'compute': run.method.numerics.policy.compute.name,
-        **sizes,
+      'train_bytes': memory.argument_size_in_bytes
+      + memory.temp_size_in_bytes
+      + memory.output_size_in_bytes
+      - memory.alias_size_in_bytes,
+      'argument_bytes': memory.argument_size_in_bytes,
+      'temp_bytes': memory.temp_size_in_bytes,
+      'held_bytes': trees.nbytes((state, frozen)),
+      'step_seconds': None,
+      'compile_seconds': compiled.seconds,
+      'batch_size': _BATCH_SIZE.value,
+      'seq_len': _SEQ_LEN.value,
+      'compute': run.method.numerics.policy.compute.name,
+      **sizes,
     }
     running[name] = [compiled, state, frozen, batch, key, run.mesh]
     del trainable, state, frozen
@@ -97,15 +99,15 @@ def _get(config: Any, field: str) -> Any:
 
 
 def _full_rows(run: train.Run) -> dict[str, np.ndarray]:
-  """Rows without padding, one document each, every token trained on: the most work that the shape can hold."""
+  """Rows without padding, one document each, every token trained on: the most work the shape can hold."""
   shape = (run.data.batch_size, run.data.seq_len)
   tokens = np.random.default_rng(0).integers(0, run.model.config.vocab_size, shape, np.int32)
   return {
-      'tokens': tokens,
-      'targets': np.roll(tokens, -1, axis=1),
-      'weights': np.ones(shape, np.float32),
-      'segments': np.ones(shape, np.int32),
-      'positions': np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
+    'tokens': tokens,
+    'targets': np.roll(tokens, -1, axis=1),
+    'weights': np.ones(shape, np.float32),
+    'segments': np.ones(shape, np.int32),
+    'positions': np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
   }
 
 
@@ -136,15 +138,24 @@ def _table(measured: dict[str, dict[str, Any]]) -> str:
   """One line a method."""
   devices = jax.devices()
   lines = [
-      f'one step of {_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens on {len(devices)} x {devices[0].device_kind}',
-      f'{"method":<8} {"trained":>12} {"weights":>11} {"adapters":>11} {"optimizer":>11} {"arguments":>11} '
-      f'{"temporaries":>11} {"in all":>11} {"s a step":>9}',
+    f'one step of {_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens on {len(devices)} x {devices[0].device_kind}',
+    f'{"method":<8} {"trained":>12} {"weights":>11} {"adapters":>11} {"optimizer":>11} {"arguments":>11} '
+    f'{"temporaries":>11} {"in all":>11} {"s a step":>9}',
   ]
   for name, m in measured.items():
-    sizes = (m['weight_bytes'], m['adapter_bytes'], m['optimizer_bytes'], m['argument_bytes'], m['temp_bytes'], m['train_bytes'])
+    sizes = (
+      m['weight_bytes'],
+      m['adapter_bytes'],
+      m['optimizer_bytes'],
+      m['argument_bytes'],
+      m['temp_bytes'],
+      m['train_bytes'],
+    )
     seconds = '-' if m['step_seconds'] is None else f'{m["step_seconds"]:.2f}'
     lines.append(
-        f'{name:<8} {m["trainable_parameters"]:>12,} ' + ' '.join(f'{human_bytes(s):>11}' for s in sizes) + f' {seconds:>9}'
+      f'{name:<8} {m["trainable_parameters"]:>12,} '
+      + ' '.join(f'{human_bytes(s):>11}' for s in sizes)
+      + f' {seconds:>9}'
     )
   return '\n'.join(lines)
 

@@ -5,7 +5,7 @@
 writes tests/fixtures/ (or `folder`): for each model config.json, model.safetensors and expected.npz, and one
 versions.json that says who computed them. Weights come from NumPy, so that a new torch changes none of them.
 When a test against these files fails, it is the library that moved: mend it, and don't make the files anew.
-When making them anew moves logits by more than 1e-4, find out from transformers' changelog why before committing.
+When making them anew moves logits by more than 1e-4, learn why from transformers' changelog first.
 """
 
 import json

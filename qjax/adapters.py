@@ -42,7 +42,9 @@ class LoraSpec:
     if not self.alpha > 0:
       raise UserError(f'lora.alpha = {self.alpha} must be above 0: at 0 the adapter could never act')
     if self.scale_rule not in SCALE_RULES:
-      raise UserError(f'lora.scale_rule = {self.scale_rule!r} is not known{nearest(self.scale_rule, SCALE_RULES)}')
+      raise UserError(
+        f'lora.scale_rule = {self.scale_rule!r} is not known{nearest(self.scale_rule, SCALE_RULES)}'
+      )
     if not 0 <= self.dropout < 1:
       raise UserError(f'lora.dropout = {self.dropout} must be at least 0 and below 1')
 
@@ -91,7 +93,7 @@ def targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
   unfit = [path for path in found if not path.endswith('/kernel')]
   if unfit:
     raise UserError(
-        f'lora.targets: {spec.targets!r} also matches {", ".join(unfit)}; only projections (…/kernel) take an adapter'
+      f'lora.targets: {spec.targets!r} also matches {", ".join(unfit)}; only projections (…/kernel) take one'
     )
   for path in found:
     k, n = shapes[path][-2:]
@@ -101,7 +103,10 @@ def targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def init(
-    spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]], key: jax.Array, dtype: jnp.dtype = jnp.dtype('float32')
+  spec: LoraSpec,
+  shapes: Mapping[str, tuple[int, ...]],
+  key: jax.Array,
+  dtype: jnp.dtype = jnp.dtype('float32'),
 ) -> dict[str, Any]:
   """Fresh adapters for `targets(spec, shapes)`, an exact identity at the start.
 

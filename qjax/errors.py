@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-  """Something given from outside cannot work: a config value, a file, a rule. The message says how to mend it."""
+  """Something given from outside cannot work: a config value, a file, a rule. The message says the remedy."""
 
 
 def nearest(given: str, valid: Iterable[str]) -> str:

@@ -35,7 +35,12 @@ class Score:
     return math.exp(min(self.nll, 700.0))
 
   def as_dict(self, prefix: str = '') -> dict[str, float | int]:
-    values = {'nll': self.nll, 'perplexity': self.perplexity, 'accuracy': self.accuracy, 'tokens': self.tokens}
+    values = {
+      'nll': self.nll,
+      'perplexity': self.perplexity,
+      'accuracy': self.accuracy,
+      'tokens': self.tokens,
+    }
     return {prefix + name: value for name, value in values.items()}
 
 
@@ -49,11 +54,11 @@ def make_step(model: Transformer, chunk: int) -> EvalStep:
 
 
 def evaluate(
-    step: EvalStep,
-    trainable: Tree,
-    frozen: Tree,
-    batches: Iterable[Mapping[str, jax.Array]],
-    progress: Callable[[int], None] = lambda done: None,
+  step: EvalStep,
+  trainable: Tree,
+  frozen: Tree,
+  batches: Iterable[Mapping[str, jax.Array]],
+  progress: Callable[[int], None] = lambda done: None,
 ) -> Score:
   """The score over all batches: sums in float64 over batches, divided once.
 
@@ -63,7 +68,11 @@ def evaluate(
   nll = correct = tokens = 0.0
   for index, batch in enumerate(batches):
     sums = jax.device_get(step(trainable, frozen, batch))
-    nll, correct, tokens = nll + np.float64(sums.nll), correct + np.float64(sums.correct), tokens + float(sums.tokens)
+    nll, correct, tokens = (
+      nll + np.float64(sums.nll),
+      correct + np.float64(sums.correct),
+      tokens + float(sums.tokens),
+    )
     progress(index + 1)
   if not tokens:
     raise ValueError('no trained token in the evaluation data')

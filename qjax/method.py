@@ -83,7 +83,7 @@ class Method:
 
   def is_trainable(self, path: str) -> bool:
     """Whether a leaf of {'params': …, 'lora': …} moves."""
-    return trees.compiled(((self.trainable.pattern, None),))[0][0].fullmatch(path) is not None
+    return trees.is_match(self.trainable.pattern, path)
 
   def plan(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """The storage of every parameter, after checking every rule against the paths.
@@ -100,9 +100,7 @@ class Method:
       scheme = None if kind == 'float32' else parse_scheme(kind)
       if self.is_trainable(f'params/{path}'):
         raise UserError(f'{path} is trained and cannot rest as {kind!r}; store it as {PARAM!r}')
-      if scheme is not None and not scheme.numbers.is_float and trees.compiled(((PROJECTIONS, None),))[0][
-          0
-      ].fullmatch(path) is None:
+      if scheme is not None and not scheme.numbers.is_float and not trees.is_match(PROJECTIONS, path):
         raise UserError(f'{path} is no projection (layers/…/kernel) and cannot rest as {kind!r}; use a dtype')
     if self.trainable.lora is not None:
       adapters.targets(self.trainable.lora, shapes)
@@ -111,12 +109,12 @@ class Method:
     return storage
 
   def prepare(
-      self,
-      shapes: Mapping[str, tuple[int, ...]],
-      read: Reader,
-      key: jax.Array,
-      place: Place = lambda path, leaf: leaf,
-      progress: Callable[[str], None] = lambda path: None,
+    self,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Reader,
+    key: jax.Array,
+    place: Place = lambda path, leaf: leaf,
+    progress: Callable[[str], None] = lambda path: None,
   ) -> tuple[Tree, Tree]:
     """What moves and what rests: two trees that `trees.combine` joins to {'params': …, 'lora': …}.
 
@@ -159,7 +157,9 @@ class Method:
     if kind in (PARAM, 'float32') or len(shape) < 3:
       dtype = self.numerics.policy.param if kind == PARAM else jnp.dtype(kind)
       return jnp.asarray(_stack(path, shape, lambda w: _checked(w, path, dtype), read))
-    return _stack(path, shape, lambda w: _quantize(_checked(w, path, jnp.dtype('float32')), parse_scheme(kind)), read)
+    return _stack(
+      path, shape, lambda w: _quantize(_checked(w, path, jnp.dtype('float32')), parse_scheme(kind)), read
+    )
 
 
 class _Zeros:
@@ -189,9 +189,13 @@ def _checked(w: Any, path: str, dtype: jnp.dtype) -> jax.Array:
   if isinstance(w, np.ndarray):
     if not np.isfinite(w).all():
       where = tuple(int(i) for i in np.argwhere(~np.isfinite(w))[0])
-      raise UserError(f'{path} holds {w[where]} at {where}: the model file is damaged or was saved from a failed run')
+      raise UserError(
+        f'{path} holds {w[where]} at {where}: the model file is damaged or was saved from a failed run'
+      )
     if dtype == jnp.float16 and np.abs(w).max(initial=0) > np.finfo(np.float16).max:
-      raise UserError(f'{path} holds {np.abs(w).max():g}, beyond the largest float16 (65504); use bfloat16 or float32')
+      raise UserError(
+        f'{path} holds {np.abs(w).max():g}, beyond the largest float16 (65504); use bfloat16 or float32'
+      )
   return jnp.asarray(w, dtype)
 
 
@@ -205,13 +209,13 @@ def full(numerics: Numerics, update: Update) -> Method:
 
 
 def lora(
-    numerics: Numerics,
-    update: Update,
-    spec: LoraSpec,
-    projections: str = 'bfloat16',
-    embeddings: str = 'bfloat16',
-    rules: tuple[tuple[str, str], ...] = (),
-    name: str = 'lora',
+  numerics: Numerics,
+  update: Update,
+  spec: LoraSpec,
+  projections: str = 'bfloat16',
+  embeddings: str = 'bfloat16',
+  rules: tuple[tuple[str, str], ...] = (),
+  name: str = 'lora',
 ) -> Method:
   """Low-rank adapters move; the base rests.
 
@@ -224,17 +228,22 @@ def lora(
     rules: storage rules that go first, for single layers' leaves.
     name: for records.
   """
-  storage = (*rules, (PROJECTIONS, projections), ('(embed|head)/.*', embeddings), ('.*/(scale|bias)', 'float32'))
+  storage = (
+    *rules,
+    (PROJECTIONS, projections),
+    ('(embed|head)/.*', embeddings),
+    ('.*/(scale|bias)', 'float32'),
+  )
   return Method(name, storage, numerics, Trainable('lora/.*', spec), update)
 
 
 def qlora(
-    numerics: Numerics,
-    update: Update,
-    spec: LoraSpec,
-    projections: str = 'nf4:block=64,dq',
-    embeddings: str = 'bfloat16',
-    rules: tuple[tuple[str, str], ...] = (),
+  numerics: Numerics,
+  update: Update,
+  spec: LoraSpec,
+  projections: str = 'nf4:block=64,dq',
+  embeddings: str = 'bfloat16',
+  rules: tuple[tuple[str, str], ...] = (),
 ) -> Method:
   """`lora` over a quantized base (Dettmers et al. 2023).
 
@@ -242,5 +251,7 @@ def qlora(
     UserError: `projections` is a dtype: that would be LoRA under another name.
   """
   if projections in ('float32', PARAM) or (projections in FORMATS and FORMATS[projections].is_float):
-    raise UserError(f'storage.projections = {projections!r} quantizes nothing; qlora wants a scheme such as nf4:block=64,dq')
+    raise UserError(
+      f'storage.projections = {projections!r} quantizes nothing; qlora wants a scheme such as nf4:block=64,dq'
+    )
   return lora(numerics, update, spec, projections, embeddings, rules, name='qlora')

@@ -41,7 +41,7 @@ class Numerics:
   def __post_init__(self) -> None:
     if self.implementation not in ('auto', *IMPLEMENTATIONS):
       raise UserError(
-          f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(IMPLEMENTATIONS)}'
+        f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(IMPLEMENTATIONS)}'
       )
 
   @property
@@ -51,7 +51,11 @@ class Numerics:
 
 
 def contract(
-    a: jax.Array, b: jax.Array, axes: tuple[tuple[int, ...], tuple[int, ...]], accum: jnp.dtype, batch: tuple[int, ...] = ()
+  a: jax.Array,
+  b: jax.Array,
+  axes: tuple[tuple[int, ...], tuple[int, ...]],
+  accum: jnp.dtype,
+  batch: tuple[int, ...] = (),
 ) -> jax.Array:
   """a · b over `axes` with results in `accum`, for each index of the shared axes `batch`.
 
@@ -62,17 +66,20 @@ def contract(
   contraction = (axes, (batch, batch))
   if a.dtype == jnp.float16 and accum == jnp.float32:
     return jax.lax.platform_dependent(
-        a,
-        b,
-        cpu=lambda a, b: jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), contraction),
-        default=lambda a, b: jax.lax.dot_general(a, b, contraction, preferred_element_type=accum),
+      a,
+      b,
+      cpu=lambda a, b: jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), contraction),
+      default=lambda a, b: jax.lax.dot_general(a, b, contraction, preferred_element_type=accum),
     )
   return jax.lax.dot_general(a, b, contraction, preferred_element_type=accum)
 
 
 def _turned(x: jax.Array) -> jax.Array:
-  """bfloat16 [..., M, K] as [..., K, M] through a product with the identity: every sum has one term, so no bit
-  changes, and XLA does not fold it into the product that follows, as it does with a plain transpose."""
+  """bfloat16 [..., M, K] as [..., K, M] through a product with the identity.
+
+  Every sum has one term, so no bit changes, and XLA does not fold it into the product that follows, as it
+  does with a plain transpose.
+  """
   last, batch = x.ndim - 1, tuple(range(x.ndim - 2))
   identity = jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), (*x.shape[:-2], x.shape[-1], x.shape[-1]))
   return contract(identity, x, ((last,), (last,)), jnp.dtype('float32'), batch).astype(x.dtype)
@@ -103,7 +110,9 @@ def rows_product(a: jax.Array, b: jax.Array, accum: jnp.dtype) -> jax.Array:
     # A wide `a` would pay more for the identity than it gains.
     if a.dtype != jnp.bfloat16 or a.shape[-1] > 3 * b.shape[-1]:
       return direct(a, b)
-    return jax.lax.dot_general(_turned(a), b, (((rows + 1,), (rows,)), (batch, batch)), preferred_element_type=accum)
+    return jax.lax.dot_general(
+      _turned(a), b, (((rows + 1,), (rows,)), (batch, batch)), preferred_element_type=accum
+    )
 
   return jax.lax.platform_dependent(a, b, cpu=transposed_first, default=direct)
 
@@ -112,11 +121,15 @@ def _operand(w: Weight, dtype: jnp.dtype) -> jax.Array:
   return dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool) -> jax.Array:
+def _product(x: jax.Array, w: Weight, policy: Policy, transposed: bool) -> jax.Array:
   w_axis = 1 if transposed else 0
   x, w = x.astype(policy.compute), _operand(w, policy.compute)
   return contract(x, w, ((x.ndim - 1,), (w_axis,)), policy.accum)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool) -> jax.Array:
+  return _product(x, w, policy, transposed)
 
 
 def _matmul_fwd(x: Any, w: Any, policy: Policy, transposed: bool) -> tuple[jax.Array, Any]:
@@ -124,7 +137,8 @@ def _matmul_fwd(x: Any, w: Any, policy: Policy, transposed: bool) -> tuple[jax.A
   is_trained = not isinstance(weight, QTensor) and w.perturbed
   like = jax.ShapeDtypeStruct(x.value.shape, x.value.dtype)
   residual = (x.value if is_trained else None, weight, _Static((is_trained, x.perturbed, like)))
-  return _matmul(x.value, weight, policy, transposed), residual
+  # Not `_matmul`: a remat policy that keeps products has to see one.
+  return _product(x.value, weight, policy, transposed), residual
 
 
 @jax.tree_util.register_static
@@ -163,7 +177,9 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
   """
   if transposed and isinstance(w, QTensor):
     # Blocks lie along the inputs of a projection; a tied embedding is stored plain.
-    raise NotImplementedError('a transposed product with a quantized weight is not implemented; keep it plain')
+    raise NotImplementedError(
+      'a transposed product with a quantized weight is not implemented; keep it plain'
+    )
   inputs = w.shape[-1] if transposed else w.shape[-2]
   if w.ndim != 2 or x.shape[-1] != inputs:
     raise ValueError(f'x {x.shape} and w {w.shape}{" transposed" if transposed else ""} do not contract')
@@ -182,7 +198,9 @@ def _low_rank_fwd(x: Any, a: Any, b: Any, scale: float, policy: Policy) -> tuple
   return _low_rank(x, a, b, scale, policy), (x, a, b)
 
 
-def _low_rank_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _low_rank_bwd(
+  scale: float, policy: Policy, residual: Any, g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The gradients of x, A and B.
 
   The [r, rows] products that the factors' gradients need are formed in that layout from the start: a product
@@ -206,12 +224,12 @@ _low_rank.defvjp(_low_rank_fwd, _low_rank_bwd)
 
 
 def dot(
-    x: jax.Array,
-    w: Weight,
-    numerics: Numerics,
-    adapter: Adapter | None = None,
-    bias: jax.Array | None = None,
-    dropout_key: jax.Array | None = None,
+  x: jax.Array,
+  w: Weight,
+  numerics: Numerics,
+  adapter: Adapter | None = None,
+  bias: jax.Array | None = None,
+  dropout_key: jax.Array | None = None,
 ) -> jax.Array:
   """y = x·w + s·(x·A)·B + bias in `policy.compute`.
 

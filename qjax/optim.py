@@ -26,10 +26,12 @@ def check(update: Update, total_steps: int) -> None:
   if not update.learning_rate > 0:
     raise UserError(f'optimizer.learning_rate = {update.learning_rate} must be above 0')
   if update.schedule not in SCHEDULES:
-    raise UserError(f'optimizer.schedule = {update.schedule!r} is not known{nearest(update.schedule, SCHEDULES)}')
+    raise UserError(
+      f'optimizer.schedule = {update.schedule!r} is not known{nearest(update.schedule, SCHEDULES)}'
+    )
   if not 0 <= update.warmup_steps < max(total_steps, 1):
     raise UserError(
-        f'optimizer.warmup_steps = {update.warmup_steps} must be at least 0 and below num_steps = {total_steps}'
+      f'optimizer.warmup_steps = {update.warmup_steps} must be at least 0 and below num_steps = {total_steps}'
     )
   for name in ('beta1', 'beta2'):
     if not 0 <= getattr(update, name) < 1:
@@ -40,11 +42,13 @@ def check(update: Update, total_steps: int) -> None:
     if not getattr(update, name) >= 0:
       raise UserError(f'optimizer.{name} = {getattr(update, name)} must be at least 0')
   if update.rounding not in precision.ROUNDINGS:
-    raise UserError(f'precision.rounding = {update.rounding!r} is not known{nearest(update.rounding, precision.ROUNDINGS)}')
+    raise UserError(
+      f'precision.rounding = {update.rounding!r} is not known{nearest(update.rounding, precision.ROUNDINGS)}'
+    )
 
 
 def _promoting(fn: F) -> F:
-  """fn with JAX's usual promotion inside: optax mixes Python floats with integer counters, which strict mode refuses."""
+  """fn under JAX's usual promotion: optax mixes floats with integer counters, which strict mode refuses."""
 
   @functools.wraps(fn)
   def call(*args: Any) -> Any:
@@ -59,9 +63,9 @@ def schedule(update: Update, total_steps: int) -> optax.Schedule:
   after = max(total_steps - update.warmup_steps, 1)
   peak = update.learning_rate
   main = {
-      'constant': lambda: optax.constant_schedule(peak),
-      'linear': lambda: optax.linear_schedule(peak, 0.0, after),
-      'cosine': lambda: optax.cosine_decay_schedule(peak, after),
+    'constant': lambda: optax.constant_schedule(peak),
+    'linear': lambda: optax.linear_schedule(peak, 0.0, after),
+    'cosine': lambda: optax.cosine_decay_schedule(peak, after),
   }[update.schedule]()
   if not update.warmup_steps:
     return _promoting(main)
@@ -83,12 +87,12 @@ def make(update: Update, total_steps: int) -> optax.GradientTransformation:
   check(update, total_steps)
   clip = [optax.clip_by_global_norm(update.clip_norm)] if update.clip_norm else []
   adamw = optax.adamw(
-      schedule(update, total_steps),
-      b1=update.beta1,
-      b2=update.beta2,
-      eps=update.eps,
-      weight_decay=update.weight_decay,
-      mask=_decays,
+    schedule(update, total_steps),
+    b1=update.beta1,
+    b2=update.beta2,
+    eps=update.eps,
+    weight_decay=update.weight_decay,
+    mask=_decays,
   )
   inner = optax.chain(*clip, adamw)
 
@@ -110,8 +114,8 @@ def apply(params: Tree, updates: Tree, rounding: str, key: jax.Array) -> Tree:
   keys = jax.random.split(key, max(len(leaves), 1))
   into = precision.ROUNDINGS[rounding]
   moved = [
-      into(p.astype(jnp.float32) + u.astype(jnp.float32), p.dtype, k)
-      for p, u, k in zip(leaves, jax.tree.leaves(updates), keys, strict=False)
+    into(p.astype(jnp.float32) + u.astype(jnp.float32), p.dtype, k)
+    for p, u, k in zip(leaves, jax.tree.leaves(updates), keys, strict=False)
   ]
   return jax.tree.unflatten(structure, moved)
 

@@ -54,7 +54,9 @@ class Policy:
     return cast_floating(tree, self.param)
 
 
-def policy(param: str = 'float32', compute: str = 'float32', accum: str = 'float32', output: str = 'float32') -> Policy:
+def policy(
+  param: str = 'float32', compute: str = 'float32', accum: str = 'float32', output: str = 'float32'
+) -> Policy:
   """A policy from dtype names.
 
   Raises:
@@ -64,8 +66,8 @@ def policy(param: str = 'float32', compute: str = 'float32', accum: str = 'float
   dtypes = {field: dtype_named(name, f'precision.{field}') for field, name in names.items()}
   if dtypes['accum'].itemsize < dtypes['compute'].itemsize:
     raise UserError(
-        f'precision.accum = {accum!r} is narrower than precision.compute = {compute!r}: sums would lose what the'
-        f' products hold. Use accum = {compute!r} or float32'
+      f'precision.accum = {accum!r} is narrower than precision.compute = {compute!r}: sums would lose what'
+      f' the products hold. Use accum = {compute!r} or float32'
     )
   return Policy(**dtypes)
 
@@ -108,8 +110,8 @@ def stochastic_round(x: jax.Array, dtype: jnp.dtype, key: jax.Array) -> jax.Arra
 Rounding = Callable[[jax.Array, jnp.dtype, jax.Array], jax.Array]
 
 ROUNDINGS: dict[str, Rounding] = {
-    'nearest': lambda x, dtype, key: x.astype(dtype),
-    'stochastic': stochastic_round,
+  'nearest': lambda x, dtype, key: x.astype(dtype),
+  'stochastic': stochastic_round,
 }
 
 
@@ -200,7 +202,7 @@ class DynamicLossScale(StaticLossScale):
     lowered = jnp.maximum(self.value / 2, 1.0)
     value = jnp.where(is_finite, jnp.where(grows, grown, self.value), lowered)
     return dataclasses.replace(
-        self, value=value, good_steps=jnp.where(grows, 0, good), **_counted(self, is_finite)
+      self, value=value, good_steps=jnp.where(grows, 0, good), **_counted(self, is_finite)
     )
 
 

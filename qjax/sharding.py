@@ -23,12 +23,12 @@ BATCH_AXES = ('data', 'fsdp')
 
 # First match wins; specs are for the trailing axes of the weight, a stack of layers is never split.
 RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    (r'(.*/)?(q|k|v|gate|up)/kernel(/.*)?', (None, ('tensor', 'fsdp'))),
-    (r'(.*/)?(o|down)/kernel(/.*)?', ('tensor', 'fsdp')),
-    (r'(.*/)?(q|k|v)/bias', (('tensor', 'fsdp'),)),
-    (r'(.*/)?embed/embedding', ('tensor', 'fsdp')),
-    (r'(.*/)?head/kernel(/.*)?', (None, ('tensor', 'fsdp'))),
-    (r'.*', ()),
+  (r'(.*/)?(q|k|v|gate|up)/kernel(/.*)?', (None, ('tensor', 'fsdp'))),
+  (r'(.*/)?(o|down)/kernel(/.*)?', ('tensor', 'fsdp')),
+  (r'(.*/)?(q|k|v)/bias', (('tensor', 'fsdp'),)),
+  (r'(.*/)?embed/embedding', ('tensor', 'fsdp')),
+  (r'(.*/)?head/kernel(/.*)?', (None, ('tensor', 'fsdp'))),
+  (r'.*', ()),
 )
 
 
@@ -43,7 +43,9 @@ class MeshSpec:
   def __post_init__(self) -> None:
     sizes = (self.data, self.fsdp, self.tensor)
     if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
-      raise UserError(f'mesh {dict(zip(AXES, sizes, strict=True))}: sizes are at least 1, and one of them may be -1')
+      raise UserError(
+        f'mesh {dict(zip(AXES, sizes, strict=True))}: sizes are at least 1, and one of them may be -1'
+      )
 
 
 def make_mesh(spec: MeshSpec, devices: list[jax.Device] | None = None) -> Mesh:
@@ -61,7 +63,9 @@ def make_mesh(spec: MeshSpec, devices: list[jax.Device] | None = None) -> Mesh:
     sizes[sizes.index(-1)] = len(devices) // fixed
   count = math.prod(sizes)
   if count > len(devices):
-    raise UserError(f'mesh {dict(zip(AXES, sizes, strict=True))} needs {count} devices; {len(devices)} are visible')
+    raise UserError(
+      f'mesh {dict(zip(AXES, sizes, strict=True))} needs {count} devices; {len(devices)} are visible'
+    )
   grid = np.asarray(devices[:count]).reshape(sizes)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -87,7 +91,7 @@ def spec_for(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   An axis that does not divide evenly (a scale row of nine blocks over two devices) is not split; what is
   left over of the rule still is.
   """
-  spec = next(spec for pattern, spec in trees.compiled(RULES) if pattern.fullmatch(path))
+  spec = next(spec for pattern, spec in RULES if trees.is_match(pattern, path))
   last = path.rsplit('/', 1)[-1]
   if last == 'a':  # adapter factors are [r, in] and [r, out]: the rank is never split
     spec = (None, spec[0]) if spec else ()
@@ -99,7 +103,9 @@ def spec_for(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   if path.startswith('layers/') or '/layers/' in path:
     spec = spec[-(len(shape) - 1) :] if len(shape) > 1 else ()
   lead = (None,) * (len(shape) - len(spec))
-  return PartitionSpec(*lead, *(_fit(axes, size, mesh) for axes, size in zip(spec, shape[len(lead) :], strict=True)))
+  return PartitionSpec(
+    *lead, *(_fit(axes, size, mesh) for axes, size in zip(spec, shape[len(lead) :], strict=True))
+  )
 
 
 def shardings(tree: Tree, mesh: Mesh) -> Tree:
@@ -131,7 +137,7 @@ def unsplit(tree: Tree, mesh: Mesh, least_bytes: int = 1 << 20) -> list[str]:
   if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:
     return []
   return [
-      path
-      for path, leaf in trees.flatten(tree).items()
-      if leaf.size * leaf.dtype.itemsize >= least_bytes and not any(spec_for(path, leaf.shape, mesh))
+    path
+    for path, leaf in trees.flatten(tree).items()
+    if leaf.size * leaf.dtype.itemsize >= least_bytes and not any(spec_for(path, leaf.shape, mesh))
   ]

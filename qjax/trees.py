@@ -4,7 +4,6 @@ A path is the keys of a leaf joined by '/', such as 'layers/attn/q/kernel'. A ru
 with a value; it must match the whole path. Rules are ordered and the first match wins.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -35,9 +34,13 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[st
   return {path_of(keys): leaf for keys, leaf in leaves}
 
 
-def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+def map_with_path(
+  fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
   """`jax.tree.map` whose function also receives each leaf's path, first."""
-  return jax.tree_util.tree_map_with_path(lambda keys, *leaves: fn(path_of(keys), *leaves), tree, *rest, is_leaf=is_leaf)
+  return jax.tree_util.tree_map_with_path(
+    lambda keys, *leaves: fn(path_of(keys), *leaves), tree, *rest, is_leaf=is_leaf
+  )
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,10 +55,9 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
   return tree
 
 
-@functools.cache
-def compiled(rules: tuple[tuple[str, Any], ...]) -> tuple[tuple[re.Pattern[str], Any], ...]:
-  """Rules with their patterns compiled, for rules that are constants of the library."""
-  return tuple((re.compile(pattern), value) for pattern, value in rules)
+def is_match(pattern: str, path: str) -> bool:
+  """Whether a pattern, a constant of the library or already checked, matches the whole path."""
+  return re.fullmatch(pattern, path) is not None
 
 
 def _compile(pattern: str, what: str) -> re.Pattern[str]:
@@ -87,12 +89,16 @@ def match_rules(rules: Rules, paths: Sequence[str], what: str) -> dict[str, Any]
   listing = '\n  '.join(paths)
   for index, (given, _) in enumerate(rules):
     if not matched[index]:
-      raise UserError(f'{what}: {given!r} matches none of the paths (a rule must match a whole path):\n  {listing}')
+      raise UserError(
+        f'{what}: {given!r} matches none of the paths (a rule must match a whole path):\n  {listing}'
+      )
     if not first[index]:
       raise UserError(f'{what}: {given!r} is never used: earlier rules take every path that it matches')
   uncovered = [path for path in paths if path not in values]
   if uncovered:
-    raise UserError(f'{what}: no rule covers\n  ' + '\n  '.join(uncovered) + "\nAdd a rule, for instance ('.*', …) last")
+    raise UserError(
+      f'{what}: no rule covers\n  ' + '\n  '.join(uncovered) + "\nAdd a rule, for instance ('.*', …) last"
+    )
   return values
 
 
@@ -106,20 +112,23 @@ def select(pattern: str, paths: Sequence[str], what: str) -> list[str]:
   found = [path for path in paths if compiled.fullmatch(path)]
   if not found:
     raise UserError(
-        f'{what}: {pattern!r} matches none of the paths (a pattern must match a whole path):\n  ' + '\n  '.join(paths)
+      f'{what}: {pattern!r} matches none of the paths (a pattern must match a whole path):\n  '
+      + '\n  '.join(paths)
     )
   return found
 
 
-def partition(tree: Tree, is_selected: Callable[[str], bool], is_leaf: Callable[[Any], bool] | None = None) -> tuple[Tree, Tree]:
+def partition(
+  tree: Tree, is_selected: Callable[[str], bool], is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[Tree, Tree]:
   """Two nested dictionaries: the leaves whose path is selected, and the others.
 
   Both keep only the branches that hold leaves, so that a map over one never visits the other.
   """
   flat = flatten(tree, is_leaf)
   return (
-      nest({path: leaf for path, leaf in flat.items() if is_selected(path)}),
-      nest({path: leaf for path, leaf in flat.items() if not is_selected(path)}),
+    nest({path: leaf for path, leaf in flat.items() if is_selected(path)}),
+    nest({path: leaf for path, leaf in flat.items() if not is_selected(path)}),
   )
 
 

@@ -98,7 +98,7 @@ def test_delta_of_narrow_factors_is_computed_in_float32():
 
 
 def test_another_target_changes_no_other_adapter():
-  few = _init(LoraSpec(2, 4, targets='.*/q/kernel'))
+  few = _init(LoraSpec(2, 4, targets='.*/up/kernel'))
   many = _init(LoraSpec(2, 4, targets='.*/kernel'))
   assert len(few) == 1 and len(many) == 4
   for path, adapter in few.items():
@@ -106,8 +106,8 @@ def test_another_target_changes_no_other_adapter():
   assert len({np.asarray(adapter.a).ravel()[0] for adapter in many.values()}) == len(many), (
     'one key for two paths'
   )
-  other = _init(LoraSpec(2, 4, targets='.*/q/kernel'), seed=1)
-  assert (np.asarray(other['layers/attn/q/kernel'].a) != few['layers/attn/q/kernel'].a).any()
+  other = _init(LoraSpec(2, 4, targets='.*/up/kernel'), seed=1)
+  assert (np.asarray(other['layers/mlp/up/kernel'].a) != few['layers/mlp/up/kernel'].a).any()
 
 
 def test_draws_are_the_same_on_every_machine():

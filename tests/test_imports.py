@@ -40,10 +40,11 @@ TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)}
   'qjax': Row(),  # the package file alone: it stays empty, so that importing a part does not import all
   'qjax.ops': Row((*_below('ops'), 'pallas_kernels')),
   'qjax.models': Row((*_below('models'), 'qjax.sharding')),
-  'qjax.train': Row((*_below('train'), *_names('sharding data checkpoint records evaluate'))),
+  'qjax.train': Row((*_below('train'), *_names('sharding data checkpoint records evaluate progress'))),
   'qjax.sharding': Row(_below('adapters')),
   'qjax.checkpoint': Row(_names('errors trees quant')),
   'qjax.records': Row(_names('errors trees quant')),
+  'qjax.progress': Row(),
   'qjax.data': Row(
     _names('errors cache'),
     never=(*Row().never, 'jax', 'jaxlib', 'flax', 'optax', 'orbax', 'chex'),  # workers start without a device

@@ -341,6 +341,8 @@ def test_dropout_acts_only_with_a_key_and_a_probability():
   np.testing.assert_array_equal(y(adapter), plain)
   np.testing.assert_array_equal(y(none, key), plain)
   np.testing.assert_array_equal(y(None, key), y())
+  assert 'random' in str(jax.make_jaxpr(y)(adapter, key))
+  assert 'random' not in str(jax.make_jaxpr(y)(none, key)), 'a draw that nothing needs'
   dropped = np.asarray(y(adapter, key))
   np.testing.assert_array_equal(y(adapter, key), dropped)
   assert (dropped != plain).all(-1).any()

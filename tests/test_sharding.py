@@ -52,6 +52,7 @@ def _normal(seed, *shape):
     ('layers/attn/o/kernel/scale/codes', (3, 4, 32), P(None, 'tensor', 'fsdp')),
     ('layers/attn/o/kernel/scale/step', (3, 4, 1), P(None, 'tensor', None)),
     ('layers/attn/o/kernel/scale/offset', (3,), P(None)),
+    ('blocks/attn/o/kernel/scale/offset', (8,), P(None)),
     ('head/kernel/codes', (8, 32), P(None, SPLIT)),
     ('head/kernel/scale/offset', (), P()),
     ('head/kernel/offset', (4, 32), P(None, SPLIT)),
@@ -66,6 +67,11 @@ def _normal(seed, *shape):
     ('optimizer/1/0/nu/lora/layers/attn/o/kernel/a', (3, 2, 16), P(None, None, 'tensor')),
     ('optimizer/1/0/mu/params/layers/attn/q/kernel', (3, 16, 32), P(None, None, SPLIT)),
     ('optimizer/1/0/mu/params/embed/embedding', (32, 16), P('tensor', 'fsdp')),
+    (
+      'optimizer/0/v_row/layers/attn/o/kernel',
+      (8, 16),
+      P(None, 'fsdp'),
+    ),  # factored: an axis less, still a stack
     ('optimizer/1/0/count', (), P()),
     ('step', (), P()),
   ],

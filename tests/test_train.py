@@ -16,13 +16,16 @@ from qjax import records, train, trees
 from qjax.errors import UserError
 from qjax.models.loss import loss_sums
 from qjax.precision import StaticLossScale
-from qjax.quant.qtensor import dequantize, is_qtensor
+from qjax.quant.qtensor import dequantize, expected_nbytes, is_qtensor
 from tests import small
 
 STEPS = 20
 BASES = {'qlora': 'nf4:block=32,dq', 'qlora int4': 'int4:block=32,asym', 'qlora int8': 'int8'}
 METHODS = ('full', 'lora', *BASES)
-SAME = {'precision__compute': 'float32', 'batch_size': 8, 'num_steps': STEPS, 'optimizer__weight_decay': 0.1}
+SAME = {
+  'precision__compute': 'float32', 'batch_size': 8, 'num_steps': STEPS, 'optimizer__weight_decay': 0.1,
+  'optimizer__clip_norm': 0.0, 'model__remat': 'none',
+}  # fmt: skip
 
 
 @pytest.fixture(scope='module')
@@ -71,9 +74,12 @@ def assert_same(found: Any, wanted: Any) -> None:
     assert one.dtype == other.dtype and np.asarray(one).tobytes() == np.asarray(other).tobytes(), path
 
 
+_sums = jax.jit(loss_sums, static_argnums=0)
+
+
 def loss(run: train.Run, variables: Any, batch: Any) -> float:
   """The mean over one batch [1, rows, T], compiled."""
-  sums = jax.jit(functools.partial(loss_sums, run.model))(variables, {name: x[0] for name, x in batch.items()})
+  sums = _sums(run.model, variables, {name: x[0] for name, x in batch.items()})
   return float(sums.nll / sums.tokens)
 
 
@@ -86,14 +92,17 @@ def test_adapters_are_an_exact_identity_at_the_start(trained: Train, name: str):
   run, batch = prepared.run, next(prepared.batches())
   moves, rests = prepared.state.trainable, prepared.frozen
   variables = trees.combine(moves, rests)
-  with_adapters = loss(run, variables, batch)
   assert ('lora' in variables) == (name != 'full')
-  # The base as it rests, decoded to plain arrays, without any adapter.
-  plain = jax.tree.map(lambda w: dequantize(w) if is_qtensor(w) else w, variables['params'], is_leaf=is_qtensor)
-  assert with_adapters == loss(run, {'params': plain}, batch)
-  assert trained(name).metrics[0]['loss'] == pytest.approx(with_adapters, rel=1e-6)
-  if name == 'lora':
-    assert with_adapters == loss(run, {'params': trained('full').prepared.state.trainable['params']}, batch)
+  with_adapters, base = loss(run, variables, batch), loss(run, {'params': variables['params']}, batch)
+  assert with_adapters == base
+  assert trained(name).metrics[0]['loss'] == pytest.approx(base, rel=1e-6)
+  if name == 'lora':  # stored like the weights of full fine-tuning
+    assert base == loss(run, trained('full').prepared.state.trainable, batch)
+  if name.startswith('qlora'):
+    plain = jax.tree.map(lambda w: dequantize(w) if is_qtensor(w) else w, rests['params'], is_leaf=is_qtensor)
+    # Not bit for bit: a compiler may or may not fuse the multiplication and addition that decode a scale.
+    assert base == pytest.approx(loss(run, {'params': plain}, batch), rel=1e-6)
+    assert base != trained('full').metrics[0]['loss']
 
 
 @pytest.mark.parametrize('name', METHODS)
@@ -127,19 +136,19 @@ def test_gradients_moments_and_norms_cover_what_is_trained_and_nothing_else(trai
   scalars = len(jax.tree.leaves(prepared.state.optimizer)) - len(moments)
   assert sizes['optimizer_bytes'] == 2 * 4 * count + 4 * scalars
   assert sizes['adapter_bytes'] == (0 if name == 'full' else 4 * count)
-  with jax.set_mesh(prepared.run.mesh):
-    grads, _, _ = jax.jit(functools.partial(train.gradients, prepared.run.model), static_argnums=(1,))(
-      prepared.run.loss_scale, 4096, prepared.state.trainable, prepared.frozen, next(prepared.batches()), None
-    )
-  assert jax.tree.structure(grads) == jax.tree.structure(prepared.state.trainable)
-  assert trained(name).metrics[0]['gradient_norm'] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
+  # Adam's first moment after one unclipped step is a tenth of the gradient.
+  state, _ = small.take_steps(prepared, 1)
+  first = [leaf for path, leaf in trees.flatten(state.optimizer).items() if '/mu/' in path]
+  assert len(first) == len(trainable)
+  norm = float(optax.tree.norm(first)) * 10
+  assert trained(name).metrics[0]['gradient_norm'] == pytest.approx(norm, rel=1e-5)
 
 
 def test_the_learning_rate_follows_its_schedule(trained: Train):
   rates = [row['learning_rate'] for row in trained('lora').metrics]
   peak = 1e-2
   assert rates[:3] == pytest.approx([peak / 3, peak * 2 / 3, peak])
-  assert rates[2:] == pytest.approx([peak * (1 + np.cos(np.pi * i / 18)) / 2 for i in range(18)])
+  assert rates[2:] == pytest.approx([peak * (1 + np.cos(np.pi * i / 18)) / 2 for i in range(18)], rel=1e-4)
 
 
 # ---- float16, overflow, skipped steps -----------------------------------------------------------------------
@@ -210,37 +219,37 @@ def test_clipping_sees_unscaled_gradients(directory: Path):
 # ---- accumulation -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name', ['full', 'lora'])
-def test_accumulation_gives_the_same_gradients_however_unequal_the_parts(directory: Path, name: str):
-  prepared_run = run_of(directory, name)
-  trainable, frozen = train.prepare(prepared_run)
+def test_accumulation_gives_the_same_gradients_however_unequal_the_parts(tmp_path: Path):
+  small.write(tmp_path, dataclasses.replace(small.CONFIG, num_layers=1))
+  run = run_of(tmp_path, 'full')
+  trainable, frozen = train.prepare(run)
   rng = np.random.default_rng(0)
   shape = (8, 32)
-  # From no trained token at all to every one; rows 2 and 3 make one of four parts fully masked.
+  # From no trained token at all to every one; the first of two parts is fully masked.
   weights = np.zeros(shape, np.float32)
-  for row, count in enumerate((1, 32, 0, 0, 2, 0, 5, 31)):
+  for row, count in enumerate((0, 0, 0, 0, 1, 32, 5, 31)):
     weights[row, :count] = 1
   words = rng.integers(0, 256, (2, *shape)).astype(np.int32)
   batch = {
     'tokens': words[0], 'targets': words[1], 'weights': weights, 'segments': np.ones(shape, np.int32),
     'positions': np.broadcast_to(np.arange(32, dtype=np.int32), shape),
   }  # fmt: skip
-  call = jax.jit(functools.partial(train.gradients, prepared_run.model), static_argnums=1)
-  found = {}
-  for parts in (1, 4, 8):
-    placed = train.place_batch(batch, parts, prepared_run.mesh)
-    found[parts] = call(prepared_run.loss_scale, 4096, trainable, frozen, placed, None)
+
   # The plain mean over the batch, by autodiff and without any of the bookkeeping.
   def mean(trainable: Any) -> jax.Array:
-    return loss_sums(prepared_run.model, trees.combine(trainable, frozen), batch).nll / weights.sum()
+    return loss_sums(run.model, trees.combine(trainable, frozen), batch).nll / weights.sum()
 
-  wanted = jax.jit(jax.grad(mean))(trainable)
-  for parts, (grads, nll, correct) in found.items():
-    assert float(nll) == pytest.approx(float(found[1][1]), rel=1e-6) and correct == found[1][2]
+  wanted = trees.flatten(jax.jit(jax.grad(mean))(trainable))
+  nll = float(jax.jit(mean)(trainable)) * weights.sum()
+  call = jax.jit(functools.partial(train.gradients, run.model), static_argnums=1)
+  for parts in (1, 2, 8):
+    placed = train.place_batch(batch, parts, run.mesh)
+    grads, summed, _ = call(run.loss_scale, 4096, trainable, frozen, placed, None)
+    assert float(summed) == pytest.approx(nll, rel=1e-6)
     for path, grad in trees.flatten(grads).items():
-      other = trees.flatten(wanted)[path]
       assert grad.dtype == jnp.float32
-      assert float(jnp.max(jnp.abs(grad - other))) <= 1e-5 * float(jnp.max(jnp.abs(other))), (parts, path)
+      error = float(jnp.max(jnp.abs(grad - wanted[path])))
+      assert error <= 1e-5 * float(jnp.max(jnp.abs(wanted[path]))), (parts, path)
 
 
 # ---- many devices -------------------------------------------------------------------------------------------
@@ -273,12 +282,142 @@ def test_many_devices_give_the_losses_of_one_and_share_the_bytes(
       held = {shard.data.nbytes for shard in leaf.addressable_shards}
       assert len(leaf.addressable_shards) == 8 and len(held) == 1, path
       parts = leaf.nbytes / held.pop()
-      is_small = 'norm' in path or leaf.ndim < 2 or path.endswith(('/step', '/offset'))
-      if is_small:
+      if 'norm' in path or leaf.ndim < 2:
         assert parts == 1, path
+      elif path.endswith('/step'):  # one number for 256 scales: split where it divides
+        assert parts in (1, tensor, fsdp), path
       elif '/lora/' in f'/{path}':
         assert parts in (1, tensor, fsdp, shards), path
       else:
         assert parts == shards, path
   weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((prepared.frozen, after.trainable)))
-  assert weights < 1.35 / shards * trees.nbytes((prepared.frozen, after.trainable))
+  assert weights < (1.15 if name != 'qlora' else 1.8) / shards * trees.nbytes((prepared.frozen, after.trainable))
+
+
+# ---- memory -------------------------------------------------------------------------------------------------
+
+DEEP = dataclasses.replace(small.CONFIG, num_layers=6, d_model=128, d_ff=512, num_heads=4, head_dim=32)
+
+
+class Need:
+  """Bytes of a compiled step, as the compiler counts them."""
+
+  def __init__(self, memory: Any):
+    self.arguments, self.temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    self.total = self.arguments + self.temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+@pytest.fixture(scope='module')
+def deep_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, train.Run]:
+  directory = tmp_path_factory.mktemp('deep')
+  small.write(directory, DEEP)
+  same = {'batch_size': 2, 'data__seq_len': 16, 'model__remat': 'full'}
+  return {name: run_of(directory, name, **same) for name in ('full', 'lora', 'qlora')}
+
+
+def abstract(run: train.Run) -> tuple[Any, Any, Any, Any]:
+  """The arguments of a step as shapes."""
+  trainable, frozen = run.method.abstract(run.shapes)
+  state = jax.eval_shape(functools.partial(train.init_state, run), trainable)
+  batch = {
+    name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in train._blank(run.data, (0, 1)).items()
+  }
+  return state, frozen, batch, jax.eval_shape(lambda: jax.random.key(0))
+
+
+@pytest.fixture(scope='module')
+def needs(deep_runs: dict[str, train.Run]) -> dict[str, Need]:
+  found = {}
+  for name, run in deep_runs.items():
+    with jax.set_mesh(run.mesh):
+      found[name] = Need(train.compile_step(run, *abstract(run)).memory)
+  return found
+
+
+def layer_bytes(run: train.Run) -> int:
+  """Of the projections of one layer in the compute dtype."""
+  shapes = (shape for path, shape in run.shapes.items() if path.endswith('/kernel'))
+  return sum(int(np.prod(shape[1:])) for shape in shapes) * run.method.numerics.policy.compute.itemsize
+
+
+@pytest.mark.parametrize('name', ['full', 'lora', 'qlora'])
+def test_a_step_holds_what_arithmetic_says(deep_runs: dict[str, train.Run], needs: dict[str, Need], name: str):
+  run = deep_runs[name]
+  count = sum(int(np.prod(shape)) for shape in run.shapes.values())
+  adapters = 4 * sum(
+    6 * (shape[1] + shape[2]) for path, shape in run.shapes.items() if path.endswith('/kernel')
+  )  # fmt: skip
+  moved = count if name == 'full' else adapters
+  weights = 4 * count
+  if name == 'qlora':
+    weights = sum(
+      expected_nbytes(shape, BASES['qlora']) if path.endswith('/kernel') else 4 * int(np.prod(shape))
+      for path, shape in run.shapes.items()
+    )
+  batch = 5 * 4 * 2 * 16
+  wanted = weights + 2 * 4 * moved + batch + (0 if name == 'full' else 4 * adapters)
+  assert needs[name].arguments == pytest.approx(wanted, rel=0.01)
+
+
+def test_quantizing_the_base_saves_memory(deep_runs: dict[str, train.Run], needs: dict[str, Need]):
+  """The weights that are saved at rest are saved in training: no decoded copy of more than a layer lives."""
+  full, lora, qlora = (needs[name] for name in ('full', 'lora', 'qlora'))
+  layer = layer_bytes(deep_runs['qlora'])
+  assert qlora.temporary - lora.temporary <= 1.5 * layer
+  saved = lora.arguments - qlora.arguments
+  assert saved > 4 * layer
+  assert qlora.total <= lora.total - 0.9 * saved
+  assert lora.total < 0.5 * full.total
+
+
+def test_the_memory_bound_can_fail(deep_runs: dict[str, train.Run], needs: dict[str, Need]):
+  """Layers one after another and decoded weights that autodiff keeps: what the bound is there to catch."""
+  run = deep_runs['qlora']
+  state, frozen, batch, _ = abstract(run)
+  blocks = [q for q in jax.tree.leaves(frozen['params']['layers'], is_leaf=is_qtensor) if is_qtensor(q)]
+  assert len(blocks) == 7
+
+  def product(x: jax.Array, q: Any, adapter: Any) -> jax.Array:
+    return x @ dequantize(q) + adapter.scale * (x @ adapter.a.T) @ adapter.b
+
+  def unrolled(trainable: Any, frozen: Any, x: jax.Array) -> jax.Array:
+    layers, adapters = frozen['params']['layers'], trainable['lora']['layers']
+    for index in range(DEEP.num_layers):
+      for names in (('attn', 'q'), ('attn', 'o'), ('mlp', 'gate'), ('mlp', 'down')):
+        q, a = (functools.reduce(dict.__getitem__, (*names, 'kernel'), tree) for tree in (layers, adapters))
+        x = x + jnp.tanh(product(x, q[index], jax.tree.map(lambda leaf, i=index: leaf[i], a)))[..., :128] if (
+          names[-1] != 'down'
+        ) else x + jnp.tanh(product(jnp.tile(x, 4), q[index], jax.tree.map(lambda leaf, i=index: leaf[i], a)))
+    return jnp.sum(x * x)
+
+  x = jax.ShapeDtypeStruct((2, 16, DEEP.d_model), jnp.float32)
+  compiled = jax.jit(jax.grad(unrolled)).lower(state.trainable, frozen, x).compile()
+  assert Need(compiled.memory_analysis()).temporary > needs['lora'].temporary + 1.5 * layer_bytes(run)
+
+
+# ---- the loop -----------------------------------------------------------------------------------------------
+
+
+def record_of(run: train.Run) -> records.Record:
+  return records.Record(run.workdir / records.RECORD, {'meaning': dict(run.meaning)})
+
+
+def test_a_run_without_a_finite_gradient_gives_up_saved_and_without_nan_in_a_file(directory: Path):
+  run = run_of(directory, 'lora', workdir='hopeless', max_skips=3, eval_every=50)
+
+  def read(path: str, layer: int | None) -> np.ndarray:
+    return run.read(path, layer) * np.float32(1e38 if path.endswith('final_norm/scale') else 1)
+
+  broken = dataclasses.replace(run, read=read)
+  with pytest.raises(UserError, match='3 steps in a row had no finite gradient.*saved.*learning_rate'):
+    train.train(broken, record_of(run))
+  rows = records.read_metrics(run.workdir)
+  assert [row['step'] for row in rows] == [0, 1, 2, 3]
+  assert rows[1]['loss'] is None and rows[0]['nll'] is None
+  assert [row['consecutive_skips'] for row in rows[1:]] == [1, 2, 3]
+  found = records.read_record(run.workdir)
+  assert found is not None and found['status'] == 'failed' and found['step'] == 3
+  for path in run.workdir.rglob('*'):
+    if path.is_file() and (path.suffix in ('.json', '.jsonl') or path.name == 'metadata'):
+      assert 'NaN' not in path.read_text() and 'Infinity' not in path.read_text(), path
+  assert (run.workdir / 'checkpoints' / '3').is_dir()

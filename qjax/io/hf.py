@@ -113,6 +113,8 @@ def config_from_hf(described: Mapping[str, Any], where: str = 'config.json') -> 
   for key in ('attention_bias', 'mlp_bias'):
     if described.get(key):
       raise UserError(f'{where}: {key} is not supported (biases are only read for qwen2: q, k and v)')
+  if described.get('use_bidirectional_attention'):
+    raise UserError(f'{where}: use_bidirectional_attention is not supported; causal attention is')
 
   def number(key: str, default: float | None = None) -> float:
     value = described.get(key)
@@ -131,7 +133,9 @@ def config_from_hf(described: Mapping[str, Any], where: str = 'config.json') -> 
   context = integer('max_position_embeddings', family.context_length)
   theta, scaling = _rope(described, where)
   tied = described.get('tie_word_embeddings')
-  num_kv_heads = integer('num_key_value_heads', family.num_kv_heads or num_heads)
+  # A family's own number is for files without the key; a null in it means as many as query heads.
+  fallback = None if 'num_key_value_heads' in described else family.num_kv_heads
+  num_kv_heads = integer('num_key_value_heads', fallback or num_heads)
   head_dim = integer('head_dim', family.head_dim or d_model // max(num_heads, 1))
   try:
     config = ModelConfig(

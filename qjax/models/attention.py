@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from qjax import ops
 
+
 def attention_mask(segments: jax.Array, window: int | None) -> jax.Array:
   """Who may see whom, bool [B, 1, T, T].
 
@@ -67,10 +68,15 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, implementa
 @jax.custom_vjp
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
   """Attention of q [B·K, G·T, C] over k, v [B·K, T, C], one head each; mask [B, 1, T, T]."""
-  out = jax.nn.dot_product_attention(
-      q[:, :, None], k[:, :, None], v[:, :, None], mask=_rows_mask(mask, q, k)[:, None], implementation='xla'
-  )
-  return out[:, :, 0]
+  # Not jax.nn's attention, which does not run in float16 on CPU.
+  p = _probabilities(q, k, mask).astype(q.dtype)
+  return ops.contract(p, v, ((2,), (1,)), jnp.float32, batch=(0,)).astype(q.dtype)
+
+
+def _probabilities(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
+  """float32 [B·K, G·T, T]."""
+  scores = ops.contract(q, k, ((2,), (2,)), jnp.float32, batch=(0,)) / math.sqrt(q.shape[-1])
+  return jax.nn.softmax(jnp.where(_rows_mask(mask, q, k), scores, jnp.finfo(jnp.float32).min), axis=-1)
 
 
 def _rows_mask(mask: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -94,9 +100,7 @@ def _attend_bwd(residual: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, 
   wide, narrow = jnp.float32, q.dtype
   scale = 1 / math.sqrt(q.shape[-1])
   d_out = d_out.astype(narrow)
-  scores = ops.contract(q, k, ((2,), (2,)), wide, batch=(0,)) * scale
-  scores = jnp.where(_rows_mask(mask, q, k), scores, jnp.finfo(wide).min)
-  p = jax.nn.softmax(scores, axis=-1)
+  p = _probabilities(q, k, mask)
   d_p = ops.contract(d_out, v, ((2,), (2,)), wide, batch=(0,))
   d_s = (p * (d_p - jnp.sum(p * d_p, axis=-1, keepdims=True)) * scale).astype(narrow)
   dq = ops.contract(d_s, k, ((2,), (1,)), wide, batch=(0,))

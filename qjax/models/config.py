@@ -76,7 +76,9 @@ class ModelConfig:
     if self.head_dim % 2:
       raise ValueError(f'head_dim = {self.head_dim} must be even: rotary embeddings turn pairs')
     if self.sliding_window is not None and self.sliding_window < 1:
-      raise ValueError(f'sliding_window = {self.sliding_window} must be at least 1 (or None for full attention)')
+      raise ValueError(
+        f'sliding_window = {self.sliding_window} must be at least 1 (or None for full attention)'
+      )
     if self.activation not in ('silu', 'gelu_tanh'):
       raise ValueError(f'activation {self.activation!r} is not known; silu and gelu_tanh are')
 

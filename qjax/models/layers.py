@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.ad_checkpoint import checkpoint_name
 
 from qjax import ops
@@ -62,8 +61,10 @@ ATTENTION_OUT = 'attention_out'
 
 
 def _named(x: jax.Array, name: str) -> jax.Array:
-  """x, which a remat policy may keep under `name`; half precision is kept as its bits, because XLA's CPU backend
-  would stack it over layers in float32."""
+  """x, which a remat policy may keep under `name`.
+
+  Half precision is kept as its bits, because XLA's CPU backend would stack it over layers in float32.
+  """
   if x.dtype.itemsize != 2:
     return checkpoint_name(x, name)
   bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), name)

@@ -39,8 +39,10 @@ def _chunks(vocab: int, chunk: int) -> tuple[int, int]:
   return count, -(-vocab // count)
 
 
-def _chunk_logits(hidden: jax.Array, head: jax.Array, transposed: bool, policy: Policy, index: jax.Array, size: int) -> Any:
-  """Logits of one chunk [tokens, size], float32, with overlapping columns at −inf; the words' ids; its start."""
+def _chunk_logits(
+  hidden: jax.Array, head: jax.Array, transposed: bool, policy: Policy, index: jax.Array, size: int
+) -> Any:
+  """One chunk: float32 logits [tokens, size], overlapping columns at −inf; word ids; start; the head's part."""
   vocab = head.shape[0] if transposed else head.shape[1]
   start = jnp.minimum(index * size, vocab - size)
   # Half precision is sliced as integers: XLA's CPU backend would widen the whole head before the loop.
@@ -54,12 +56,14 @@ def _chunk_logits(hidden: jax.Array, head: jax.Array, transposed: bool, policy: 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _losses(hidden: jax.Array, head: jax.Array, targets: jax.Array, transposed: bool, policy: Policy, chunk: int) -> TokenLosses:
+def _losses(
+  hidden: jax.Array, head: jax.Array, targets: jax.Array, transposed: bool, policy: Policy, chunk: int
+) -> TokenLosses:
   return _forward(hidden, head, targets, transposed, policy, chunk)[0]
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, transposed: bool, policy: Policy, chunk: int
+  hidden: jax.Array, head: jax.Array, targets: jax.Array, transposed: bool, policy: Policy, chunk: int
 ) -> tuple[TokenLosses, jax.Array]:
   count, size = _chunks(head.shape[0 if transposed else 1], chunk)
 
@@ -80,12 +84,16 @@ def _forward(
   return TokenLosses(log_total - target, (target >= largest).astype(jnp.float32)), log_total
 
 
-def _losses_fwd(hidden: Any, head: Any, targets: Any, transposed: bool, policy: Policy, chunk: int) -> tuple[TokenLosses, Any]:
+def _losses_fwd(
+  hidden: Any, head: Any, targets: Any, transposed: bool, policy: Policy, chunk: int
+) -> tuple[TokenLosses, Any]:
   losses, log_total = _forward(hidden.value, head.value, targets.value, transposed, policy, chunk)
   return losses, (hidden.value, head.value, targets.value, log_total, None if head.perturbed is False else ())
 
 
-def _losses_bwd(transposed: bool, policy: Policy, chunk: int, residual: Any, g: TokenLosses) -> tuple[Any, Any, None]:
+def _losses_bwd(
+  transposed: bool, policy: Policy, chunk: int, residual: Any, g: TokenLosses
+) -> tuple[Any, Any, None]:
   hidden, head, targets, log_total, is_trained = residual
   if isinstance(g.nll, SymbolicZero):
     return None, None, None
@@ -110,7 +118,9 @@ def _losses_bwd(transposed: bool, policy: Policy, chunk: int, residual: Any, g: 
     return (d_hidden + d_x, d_head), None
 
   d_head = None if is_trained is None else jnp.zeros(head.shape, jnp.float32)
-  (d_hidden, d_head), _ = jax.lax.scan(body, (jnp.zeros(hidden.shape, jnp.float32), d_head), jnp.arange(count))
+  (d_hidden, d_head), _ = jax.lax.scan(
+    body, (jnp.zeros(hidden.shape, jnp.float32), d_head), jnp.arange(count)
+  )
   return d_hidden.astype(hidden.dtype), None if d_head is None else d_head.astype(head.dtype), None
 
 
@@ -118,7 +128,7 @@ _losses.defvjp(_losses_fwd, _losses_bwd, symbolic_zeros=True)
 
 
 def token_losses(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, policy: Policy, transposed: bool, chunk: int = 4096
+  hidden: jax.Array, head: jax.Array, targets: jax.Array, policy: Policy, transposed: bool, chunk: int = 4096
 ) -> TokenLosses:
   """Negative log-likelihood and correctness of every target.
 
@@ -136,7 +146,7 @@ def token_losses(
 
 
 class LossSums(NamedTuple):
-  """Sums over the trained targets of a batch, float32 scalars; means are their quotients, taken once at the end."""
+  """Sums over the trained targets of a batch, float32 scalars; whoever wants a mean divides once, at the end."""
 
   nll: jax.Array
   correct: jax.Array
@@ -144,7 +154,7 @@ class LossSums(NamedTuple):
 
 
 def loss_sums(
-    model: Transformer, variables: Any, batch: Batch, chunk: int = 4096, dropout_key: jax.Array | None = None
+  model: Transformer, variables: Any, batch: Batch, chunk: int = 4096, dropout_key: jax.Array | None = None
 ) -> LossSums:
   """The sums over one batch.
 

@@ -20,11 +20,11 @@ Tree = Any
 # What the backward pass finds saved of a layer: nothing but its input ('full'), what attention returned too,
 # or every product.
 REMAT: dict[str, Callable[..., bool] | None] = {
-    'none': None,
-    'full': jax.checkpoint_policies.nothing_saveable,
-    'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
-    'dots': jax.checkpoint_policies.checkpoint_dots,
-    'dots_no_batch': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+  'none': None,
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
+  'dots': jax.checkpoint_policies.checkpoint_dots,
+  'dots_no_batch': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
 }
 
 
@@ -36,7 +36,9 @@ class Block(nn.Module):
   kernel: AttentionKernel
 
   @nn.compact
-  def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], mask: jax.Array) -> tuple[jax.Array, None]:
+  def __call__(
+    self, x: jax.Array, table: tuple[jax.Array, jax.Array], mask: jax.Array
+  ) -> tuple[jax.Array, None]:
     c = self.config
     y = Norm(c.rms_eps, c.norm_offset, name='attn_norm')(x)
     x = x + Attention(c, self.numerics, self.kernel, name='attn')(y, table, mask)
@@ -82,11 +84,11 @@ class Transformer(nn.Module):
     if self.remat != 'none':
       block = nn.remat(Block, policy=REMAT[self.remat], prevent_cse=False)
     layers = nn.scan(
-        block,
-        variable_axes={'params': 0, 'lora': 0},
-        split_rngs={'params': True, 'dropout': True},
-        in_axes=(nn.broadcast, nn.broadcast),
-        length=c.num_layers,
+      block,
+      variable_axes={'params': 0, 'lora': 0},
+      split_rngs={'params': True, 'dropout': True},
+      in_axes=(nn.broadcast, nn.broadcast),
+      length=c.num_layers,
     )(c, self.numerics, self.kernel, name='layers')
     x, _ = layers(x, rotary_table(c, positions), attention_mask(segments, c.sliding_window))
     x = Norm(c.rms_eps, c.norm_offset, name='final_norm')(x)
@@ -127,7 +129,9 @@ def head_of(config: ModelConfig, params: Tree) -> tuple[jax.Array, bool]:
   return (params['embed']['embedding'], True) if config.tie_embeddings else (params['head']['kernel'], False)
 
 
-def logits(model: Transformer, variables: Tree, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+def logits(
+  model: Transformer, variables: Tree, tokens: jax.Array, segments: jax.Array, positions: jax.Array
+) -> jax.Array:
   """All logits [B, T, vocab] in the output dtype. Training and evaluation use `loss.token_losses` instead."""
   hidden: Any = model.apply(variables, tokens, segments, positions)
   head, transposed = head_of(model.config, variables['params'])

@@ -21,11 +21,13 @@ import numpy as np
 from qjax.errors import UserError, nearest
 
 # NormalFloat4 (Dettmers et al. 2023, "QLoRA", §3 and appendix E): quantiles of N(0, 1) scaled to [-1, 1].
+# fmt: off
 NF4_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+  -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+  -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+  0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +57,21 @@ class Format:
 
 
 FORMATS = {
-    f.name: f
-    for f in (
-        Format('bfloat16', 16),
-        Format('float16', 16),
-        Format('int8', 8),
-        Format('int4', 4),
-        Format('nf4', 4, NF4_LEVELS),
-    )
+  f.name: f
+  for f in (
+    Format('bfloat16', 16),
+    Format('float16', 16),
+    Format('int8', 8),
+    Format('int4', 4),
+    Format('nf4', 4, NF4_LEVELS),
+  )
 }
 
 GRAMMAR = (
-    'a scheme is FORMAT[:OPTION,…] with FORMAT one of '
-    + ', '.join(FORMATS)
-    + ' and options block=N | axis=channel | axis=tensor, asym (integers), dq, scale=float32|bfloat16;'
-    " for instance 'nf4:block=64,dq' or 'int8:axis=channel'"
+  'a scheme is FORMAT[:OPTION,…] with FORMAT one of '
+  + ', '.join(FORMATS)
+  + ' and options block=N | axis=channel | axis=tensor, asym (integers), dq, scale=float32|bfloat16;'
+  " for instance 'nf4:block=64,dq' or 'int8:axis=channel'"
 )
 
 
@@ -155,7 +157,9 @@ def parse_scheme(spelling: str) -> Scheme:
   if 'granularity' not in fields and FORMATS[name].bits < 8:
     fields |= {'granularity': 'block', 'block': 64}
   if fields.get('double_quantized') and fields.get('granularity') != 'block':
-    raise refuse('dq quantizes the scales of blocks; with one scale a channel or tensor there is nothing to gain')
+    raise refuse(
+      'dq quantizes the scales of blocks; with one scale a channel or tensor there is nothing to gain'
+    )
   if fields.get('double_quantized') and fields.get('asymmetric'):
     raise refuse('dq with asym is not supported: offsets have no zero to quantize around')
   if fields.get('double_quantized') and 'scale' in fields:
@@ -220,7 +224,7 @@ def level_of(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
   both give the same bits.
   """
   return jax.lax.platform_dependent(
-      codes,
-      cpu=lambda c: _lookup(c, levels),
-      default=lambda c: _select_tree(c, levels),
+    codes,
+    cpu=lambda c: _lookup(c, levels),
+    default=lambda c: _select_tree(c, levels),
   )

@@ -1,11 +1,15 @@
 """A run resumed anywhere sees the same batches; splits are exact; nothing is lost; bad files say where."""
 
 import copy
+import gc
 import itertools
 import json
 import pathlib
 import pickle
+import subprocess
+import sys
 import threading
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 
 from qjax.data import pipeline
-from qjax.data.packing import Batch
+from qjax.data.packing import Batch, first_fit
 from qjax.data.pipeline import (
   DataSpec,
   Documents,
@@ -171,6 +175,121 @@ def test_documents_read_again_are_the_same(
   assert streamed._cache is None and kept._cache is not None
   assert streamed.fingerprint == kept.fingerprint
   assert_same(take(train_iterator(streamed, spec()), 5), take(train_iterator(kept, spec()), 5))
+
+
+# Reading ahead.
+
+
+def wait_for(is_reached: Callable[[], bool]) -> None:
+  deadline = time.monotonic() + 60
+  while not is_reached():
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+  """One entry, the number of documents, for each batch that was built; building the sixth fails once."""
+  built: list[int] = []
+  original = pipeline._build
+
+  def build(docs: Documents, plan: list[list[int]], *args: Any) -> Batch:
+    built.append(sum(map(len, plan)))
+    if len(built) == 6:
+      raise UserError('the sixth')
+    return original(docs, plan, *args)
+
+  monkeypatch.setattr(pipeline, '_build', build)
+  return built
+
+
+def test_state_is_that_of_batches_handed_out(write: Write, tokenizer: Tokenizer, builds: list[int]) -> None:
+  how = spec()
+  docs = documents(write(alpaca(7)), tokenizer, how)
+  iterator = train_iterator(docs, how)
+  assert iterator.get_state()['next'] == 0 and not builds
+  for handed in (1, 2):
+    batch = next(iterator)
+    wait_for(lambda handed=handed: len(builds) > handed + 1)  # Built while nobody asks.
+    done = sum(builds[:handed])
+    assert batch['segments'].max(axis=1).sum() == builds[handed - 1] == sum(map(len, iterator.row_ids))
+    assert iterator.get_state()['next'] == done
+    assert iterator.epoch == iterator.get_state()['epoch'] == done // 7
+
+
+def test_a_batch_that_cannot_be_built_is_an_error_in_its_turn(
+  write: Write, tokenizer: Tokenizer, builds: list[int]
+) -> None:
+  how = spec()
+  docs = documents(write(alpaca(23)), tokenizer, how)
+  iterator = train_iterator(docs, how)
+  found = take(iterator, 5)
+  wait_for(lambda: len(builds) == 6)
+  state = iterator.get_state()
+  with pytest.raises(UserError, match='the sixth'):
+    next(iterator)
+  assert iterator.get_state() == state
+  found += take(iterator, 3)  # The file is back, say: nothing was skipped.
+  builds.extend([0] * 9)
+  assert_same(take(train_iterator(docs, how), 8), found)
+
+
+def test_threads_end_with_their_iterators(write: Write, tokenizer: Tokenizer) -> None:
+  gc.collect()
+  before = set(threading.enumerate())
+  iterators = [train_iterator(documents(write(alpaca(9)), tokenizer, spec()), spec()) for _ in range(3)]
+  for iterator in iterators:
+    next(iterator)
+  assert len(set(threading.enumerate()) - before) == 3
+  del iterator, iterators
+  gc.collect()
+  assert not set(threading.enumerate()) - before
+
+
+def test_an_iterator_that_lives_to_the_end_leaves_in_silence(write: Write) -> None:
+  path = write([{'prompt': f'q {i}', 'completion': 'x' * 2000} for i in range(50)])
+  script = f"""
+import tokenizers
+from qjax.data import pipeline
+from qjax.data.sources import JsonlSource
+from qjax.data.tokenizer import Tokenizer
+model = tokenizers.models.BPE(vocab={{chr(i): i for i in range(128)}}, merges=[])
+tokenizer = Tokenizer(tokenizers.Tokenizer(model), eos_id=0, pad_id=0)
+spec = pipeline.DataSpec(batch_size=8, seq_len=4096, seed=0, pack=True, template='plain')
+pipeline.CACHED_TOKENS = 0  # So that the thread tokenizes.
+documents = pipeline.Documents(JsonlSource({path!r}), range(50), tokenizer, spec)
+iterator = pipeline.train_iterator(documents, spec)
+print(next(iterator)['tokens'].shape)
+"""
+  command = [sys.executable, '-W', 'error', '-c', script]
+  root = pathlib.Path(pipeline.__file__).parents[2]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
+  assert (done.returncode, done.stdout, done.stderr) == (0, '(8, 4096)\n', '')
+
+
+# Filling rows.
+
+
+def test_a_batch_holds_the_longest_prefix_that_fits_with_the_long_documents_first() -> None:
+  how = spec(batch_size=2, seq_len=8)
+  assert first_fit([3, 3, 5, 5, 1], 2, 8) == [[0, 1], [2]]
+  assert pipeline._plan_batch(iter([3, 3, 5, 5, 1]), how) == [[0, 2], [1, 3]]
+  assert pipeline._plan_batch(itertools.repeat(8), how) == [[0], [1]]
+  assert pipeline._plan_batch(iter([5, 5, 4]), how) == [[0], [1]]
+  assert pipeline._plan_batch(iter([1, 1, 1]), how) == [[0, 1, 2]]
+  rng = np.random.default_rng(0)
+  filled: dict[str, list[int]] = {'in order': [], 'longest first': []}
+  how = spec(batch_size=8, seq_len=40)
+  for _ in range(50):
+    slots = rng.integers(1, 33, 80).tolist()
+    rows = pipeline._plan_batch(iter(slots), how)
+    count = sum(map(len, rows))
+    assert sorted(itertools.chain(*rows)) == list(range(count)) and 8 <= count < 80
+    assert len(rows) <= 8 and all(sum(slots[i] for i in row) <= 40 for row in rows)
+    assert rows == sorted(map(sorted, rows))
+    filled['longest first'].append(sum(slots[:count]))
+    filled['in order'].append(sum(slots[: sum(map(len, first_fit(slots, 8, 40)))]))
+  assert np.mean(filled['longest first']) > 1.05 * np.mean(filled['in order'])
 
 
 # Evaluation.

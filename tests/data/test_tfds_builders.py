@@ -30,12 +30,12 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setenv('QJAX_CACHE', '/own')
   monkeypatch.setenv('XDG_CACHE_HOME', '/shared')
-  monkeypatch.setenv('HOME', '/home/me')
+  monkeypatch.setenv('HOME', '/somewhere')
   assert cache_dir() == pathlib.Path('/own')
   monkeypatch.setenv('QJAX_CACHE', '')
   assert cache_dir() == pathlib.Path('/shared/qjax')
   monkeypatch.delenv('XDG_CACHE_HOME')
-  assert cache_dir() == pathlib.Path('/home/me/.cache/qjax')
+  assert cache_dir() == pathlib.Path('/somewhere/.cache/qjax')
 
 
 def test_splits_are_the_file(cache: pathlib.Path) -> None:

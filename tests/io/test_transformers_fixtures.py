@@ -4,6 +4,7 @@ tests/fixtures/ is the work of interop/make_fixtures.py, which says what to do w
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from qjax.errors import UserError
+from qjax.io.hf import config_from_hf
 from qjax.io.source import load_source, params
 from qjax.models import transformer
 from qjax.models.config import ModelConfig, RopeScaling
@@ -55,8 +58,8 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     ids, logits = expected['ids'], expected['logits']
 
   slow = oracle.forward(config, weights, ids[0])
-  # Three float32 programs that round in another order err about equally, some 1e-5 here; float64 tells what the
-  # oracle's own error is.
+  # Three float32 programs that round in another order err about equally, some 1e-5 here; float64 tells how
+  # far the oracle is off.
   error = np.abs(slow - oracle.forward(config, jax.tree.map(np.float64, weights), ids[0])).max()
   assert error < 5e-5
   np.testing.assert_allclose(slow, logits[0], rtol=0, atol=6 * error)
@@ -70,3 +73,11 @@ def test_logits_are_those_of_transformers(name: str) -> None:
   for miss in MISSES[name]:
     other = oracle.forward(dataclasses.replace(config, **miss), weights, ids[0])
     assert np.abs(other - logits[0]).max() > 100 * error, miss
+
+
+def test_the_fields_of_a_file_that_change_the_answer_are_read() -> None:
+  described = json.loads((FIXTURES / 'gemma' / 'config.json').read_text())
+  with pytest.raises(UserError, match='use_bidirectional_attention is not supported'):
+    config_from_hf(described | dict(use_bidirectional_attention=True))
+  described = json.loads((FIXTURES / 'qwen2' / 'config.json').read_text())
+  assert config_from_hf(described | dict(num_key_value_heads=None)).num_kv_heads == 4

@@ -145,8 +145,8 @@ def test_a_frozen_half_precision_head(transposed: bool) -> None:
   # Products of bfloat16 are exact in float32; the logits and so the losses err as little as float32's.
   np.testing.assert_allclose(losses.nll[0], nll, rtol=0, atol=1e-5)
   np.testing.assert_array_equal(losses.is_correct[0], is_correct)
-  # Gradients pass a product in bfloat16, 2⁻⁹ of each term, whose sizes sum to 2 · |w| · max|head| at most, and
-  # leave in bfloat16.
+  # Gradients pass a product in bfloat16, 2⁻⁹ of each term, whose sizes sum to 2 · |w| · max|head| at most,
+  # and leave in bfloat16.
   assert found.dtype == jnp.bfloat16
   bound = 2**-9 * 2 * np.abs(weights[0])[:, None] * np.abs(head.astype(np.float32)).max()
   error = np.abs(found[0].astype(jnp.float32) - d_hidden)

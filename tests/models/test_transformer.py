@@ -216,7 +216,7 @@ def test_nobody_sees_another_document_or_a_pad() -> None:
     assert (np.asarray(after) != before)[here].any()
 
 
-@pytest.mark.parametrize('window', [None, 1, 2, 5])
+@pytest.mark.parametrize('window', [None, 1, 2])
 def test_who_sees_whom(window: int | None) -> None:
   # With one layer, slot i depends on the token at j just where the mask has (i, j).
   config = dataclasses.replace(BASE, num_layers=1, sliding_window=window)
