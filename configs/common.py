@@ -65,6 +65,7 @@ def base() -> ConfigDict:
 
 def add_lora(config: ConfigDict) -> None:
   """Low-rank adapters on every projection, over a base in the compute dtype."""
+  config.optimizer.learning_rate = 2e-3
   config.lora = ConfigDict()
   config.lora.rank = 16
   config.lora.alpha = 16.0

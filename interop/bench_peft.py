@@ -5,8 +5,8 @@
 Rank 16 on all seven projections, a bfloat16 base, 8 rows of 256 tokens that are all trained on, AdamW on the
 adapters. They are float32 by default under autocast to bfloat16, which is what transformers' Trainer makes of
 `bf16=True`. Peak memory is that of the process on a CPU, that of torch's allocator on a GPU. Needs torch,
-transformers and peft only. Measure on an idle machine: torch's threads wait for each other at every product, so
-that another busy process can multiply the time by ten.
+transformers and peft only. Measure on an idle machine: torch's threads wait for each other at each product,
+and another busy process can multiply the time by ten.
 """
 
 import argparse

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import resource
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -98,7 +99,8 @@ class Metrics:
   """Appends measurements by step to `metrics.jsonl` and to TensorBoard.
 
   On resume everything after the restored step is cut off first, because it will be measured again; so is
-  that step's own evaluation if it is still to come (`is_scored` False).
+  that step's own evaluation if it is still to come (`is_scored` False). The events are then drawn anew: they
+  are written some seconds late, so that a run that was killed has lost its last ones.
   """
 
   def __init__(self, directory: Path, after_step: int | None = None, is_scored: bool = True):
@@ -110,19 +112,23 @@ class Metrics:
     kept = [] if after_step is None else [row for row in read_metrics(directory) if is_kept(row)]
     with replacing(directory / METRICS) as file:
       file.writelines(json.dumps(row) + '\n' for row in kept)
-    self._file = open(directory / METRICS, 'a')
-    purge = 0 if after_step is None else after_step + 1
-    self._events = tensorboardX.SummaryWriter(str(directory / 'tensorboard'), purge_step=purge)
+    self._file = open(directory / METRICS, 'a')  # noqa: SIM115 (closed by `close`)
+    shutil.rmtree(directory / 'tensorboard', ignore_errors=True)
+    self._events = tensorboardX.SummaryWriter(str(directory / 'tensorboard'), flush_secs=5)
+    for row in kept:
+      self._draw(row)
 
   def write(self, step: int, kind: str, values: Mapping[str, float | int]) -> None:
-    """One line {'step', 'kind', …}, with null for infinities and NaN; both files are up to date afterwards."""
-    row = plain(values)
-    self._file.write(json.dumps({'step': step, 'kind': kind} | row) + '\n')
+    """One line {'step', 'kind', …}, in the file when this returns; infinities and NaN are written as null."""
+    row = {'step': step, 'kind': kind} | plain(values)
+    self._file.write(json.dumps(row) + '\n')
     self._file.flush()
+    self._draw(row)
+
+  def _draw(self, row: Mapping[str, Any]) -> None:
     for name, value in row.items():
-      if value is not None:
-        self._events.add_scalar(f'{kind}/{name}', value, step)
-    self._events.flush()
+      if name not in ('step', 'kind') and value is not None:
+        self._events.add_scalar(f'{row["kind"]}/{name}', value, row['step'])
 
   def close(self) -> None:
     self._file.close()

@@ -1,6 +1,5 @@
-"""A tiny model, a tiny data set and a config for both, on disk: what tests of training, records and commands need."""
+"""A tiny model, a tiny data set and a config for both, on disk: what tests of training and commands need."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +14,11 @@ from qjax import build, train
 from qjax.models.config import ModelConfig
 from tests.io import model_files
 
+# Three shapes of projections, because each is compiled for itself.
 CONFIG = ModelConfig(
-  vocab_size=288, num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=16, context_length=64
-)
+  vocab_size=288, num_layers=2, d_model=64, d_ff=128, num_heads=4, num_kv_heads=2, head_dim=32,
+  context_length=64,
+)  # fmt: skip
 TEMPLATE = '{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}'
 ROWS = 12
 
@@ -30,7 +31,7 @@ def write_model(directory: Path, config: ModelConfig = CONFIG, seed: int = 0) ->
   backend = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
   backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   backend.decoder = decoders.ByteLevel()
-  backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in model_files.SPECIAL])
+  backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in model_files.SPECIAL])
   backend.save(str(directory / 'tokenizer.json'))
   settings = {'eos_token': model_files.SPECIAL[1], 'chat_template': TEMPLATE}
   (directory / 'tokenizer_config.json').write_text(json.dumps(settings))
@@ -38,7 +39,7 @@ def write_model(directory: Path, config: ModelConfig = CONFIG, seed: int = 0) ->
 
 
 def write_data(path: Path, rows: int = ROWS) -> Path:
-  """Questions with short answers; with two to a packed row of 32 slots, an epoch is three batches of two rows."""
+  """Questions with short answers; a row of 32 slots takes about three, so an epoch is one batch of four rows."""
   lines = ({'prompt': f'q{i:02}', 'completion': 'abcdefg'[i % 7] * (1 + i % 5)} for i in range(rows))
   path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
   return path
@@ -66,7 +67,7 @@ def overrides(directory: Path, **more: Any) -> dict[str, Any]:
   } | {name.replace('__', '.'): value for name, value in more.items()}
 
 
-def config(directory: Path, method: str = 'lora', **more: Any) -> ConfigDict:
+def config(directory: Path, method: str = 'lora', /, **more: Any) -> ConfigDict:
   """A config of the method for what `write` wrote; `more` sets fields, with '__' between levels."""
   filled = common.base()
   filled.name = filled.method = method
@@ -80,7 +81,7 @@ def config(directory: Path, method: str = 'lora', **more: Any) -> ConfigDict:
   return filled
 
 
-def run(directory: Path, method: str = 'lora', workdir: str = 'run', **more: Any) -> train.Run:
+def run(directory: Path, method: str = 'lora', /, *, workdir: str = 'run', **more: Any) -> train.Run:
   return build.run(config(directory, method, **more), directory / workdir)
 
 
@@ -123,6 +124,3 @@ def take_steps(prepared: Prepared, count: int) -> tuple[train.State, list[dict[s
       found.append({name: x.item() for name, x in jax.device_get(metrics)._asdict().items()})
   return state, found
 
-
-def with_loop(run: train.Run, **changes: Any) -> train.Run:
-  return dataclasses.replace(run, loop=dataclasses.replace(run.loop, **changes))

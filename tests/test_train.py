@@ -130,7 +130,7 @@ def test_gradients_moments_and_norms_cover_what_is_trained_and_nothing_else(trai
   assert sorted(m.shape for m in moments) == sorted(2 * [leaf.shape for leaf in trainable])
   assert all(m.dtype == jnp.float32 for m in moments)
   sizes = train.measure(prepared.state.trainable, prepared.frozen, prepared.state)
-  per_layer = 4 * sum(64 + out for out in (64, 32, 32, 64, 128, 128)) + 4 * (128 + 64)
+  per_layer = 4 * sum(k + n for k, n in 3 * [(64, 128)] + 2 * [(64, 64)] + 2 * [(128, 64)])
   count = {'full': sum(np.prod(shape) for shape in prepared.run.shapes.values())}.get(name, 2 * per_layer)
   assert sizes['trainable_parameters'] == count
   scalars = len(jax.tree.leaves(prepared.state.optimizer)) - len(moments)

@@ -34,8 +34,9 @@ NF4_LEVELS = (
 class Format:
   """A set of levels that `bits` bits can name.
 
-  A 16-bit float is a format whose codes are its own bit patterns; it needs no scale. Integer formats have no table: code q stands for q. A table is ascending and spans [-1, 1], so that its
-  scale is the largest magnitude of what it represents.
+  A 16-bit float is a format whose codes are its own bit patterns; it needs no scale. Integer formats have no
+  table: code q stands for q. A table is ascending and spans [-1, 1], so that its scale is the largest
+  magnitude of what it represents.
   """
 
   name: str
