@@ -58,12 +58,15 @@ def config_of(flag: flags.FlagHolder) -> ConfigDict:
     UserError: the flag was not given, there is no such file, or it returns something else.
   """
   if flag.value is None:
-    raise UserError(f'--{flag.name} is missing; for instance --{flag.name}={NOTES}/qlora.py. --help lists all flags')
+    raise UserError(
+        f'--{flag.name} is missing; for instance --{flag.name}={NOTES}/qlora.py. --help lists all flags'
+    )
   path = Path(config_flags.get_config_filename(flags.FLAGS[flag.name]))
   if not path.is_file():
     raise UserError(_no_file(path))
   if not isinstance(flag.value, ConfigDict):
-    raise UserError(f'get_config() of {path} returns {type(flag.value).__name__}; it must return a ConfigDict')
+    kind = type(flag.value).__name__
+    raise UserError(f'get_config() of {path} returns {kind}; it must return a ConfigDict')
   return flag.value
 
 
@@ -84,19 +87,21 @@ def _explain(error: Exception, argv: list[str]) -> str:
     return f'--{name}={value}: {f"it must be {kind}" if kind else reason}'
   if isinstance(error, flags.UnrecognizedFlagError):
     name = error.flagname
-    if '.' in name and name.split('.')[0] in flags.FLAGS:
-      return f'--{name} changes a config, and none was given: --{name.split(".")[0]}={NOTES}/qlora.py goes before it'
+    owner, dot, _ = name.partition('.')
+    if dot and owner in flags.FLAGS:
+      return f'--{name} changes a config, and none was given: --{owner}={NOTES}/qlora.py goes before it'
     return f'there is no flag --{name}{nearest(name, flags.FLAGS)}; --help lists all'
   if isinstance(error, flags.Error):
     return str(error)
-  path = next((Path(arg.partition('=')[2].partition(':')[0]) for arg in argv if re.match('--?config=', arg)), None)
+  paths = [arg.partition('=')[2].partition(':')[0] for arg in argv if re.match('--?config=', arg)]
+  path = Path(paths[0]) if paths else None
   if path is not None and not path.is_file():
     return _no_file(path)
   named = re.search(r"^\W*(\w+)\\*'(?:(?:\\n|\n)Did you mean \"(\w+)\")?", str(error))
   override = named and next((arg for arg in argv if re.match(rf'--?config\.(.*\.)?{named[1]}\b', arg)), None)
   if named and override:
-    meant = f'; did you mean {named[2]!r}?' if named[2] else f'; {path} and configs/common.py show which there are'
-    return f'{override}: there is no field {named[1]!r}{meant}'
+    meant = f'did you mean {named[2]!r}?' if named[2] else f'{path} and configs/common.py show them all'
+    return f'{override}: there is no field {named[1]!r}; {meant}'
   if isinstance(error, SyntaxError):
     return _unusable(str(path), f'SyntaxError: {error.msg}', [(error.filename or str(path), error.lineno)])
   frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]

@@ -63,9 +63,8 @@ def main(argv: list[str]) -> int:
 
   # The run.
   print(run.dataset)
-  record = records.Record(workdir / records.RECORD, {
-      'name': config.name, 'meaning': run.meaning, 'config': build.json_ready(config.to_dict()), **records.environment(),
-  })  # fmt: skip
+  what = {'name': config.name, 'meaning': run.meaning, 'config': build.json_ready(config.to_dict())}
+  record = records.Record(workdir / records.RECORD, what | records.environment())
   try:
     results = train.train(run, record)
   except train.Interrupted as stopped:

@@ -23,8 +23,8 @@ from qjax.data import pipeline
 from qjax.errors import UserError, nearest
 from qjax.io.source import Source, load_source
 from qjax.method import Method, Update
-from qjax.models.config import parameter_shapes
 from qjax.models.attention import AttentionKernel
+from qjax.models.config import parameter_shapes
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 
@@ -144,7 +144,9 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _kind_name(kind: Any) -> str:
-  return getattr(kind, '__name__', str(kind)) if not typing.get_args(kind) else str(kind).replace('NoneType', 'None')
+  if typing.get_args(kind):
+    return str(kind).replace('NoneType', 'None')
+  return getattr(kind, '__name__', str(kind))
 
 
 def fields_from(kind: type[T], given: Mapping[str, Any], where: str = 'config') -> T:
@@ -158,7 +160,7 @@ def fields_from(kind: type[T], given: Mapping[str, Any], where: str = 'config') 
   for name in given:
     if name not in declared:
       raise UserError(f'{where}.{name} is not a field{nearest(str(name), declared)}')
-  values = {}
+  values: dict[str, Any] = {}
   for name, field in declared.items():
     hint = hints[name]
     if name not in given:
@@ -166,7 +168,8 @@ def fields_from(kind: type[T], given: Mapping[str, Any], where: str = 'config') 
         raise UserError(f'{where}.{name} is missing; it is {_kind_name(hint)}')
       continue
     value = given[name]
-    nested = next((k for k in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(k)), None)
+    options: tuple[Any, ...] = (hint, *typing.get_args(hint))
+    nested: Any = next((option for option in options if dataclasses.is_dataclass(option)), None)
     if nested is not None and isinstance(value, Mapping):
       values[name] = fields_from(nested, value, f'{where}.{name}')
     elif not _is_of(value, hint):
@@ -189,15 +192,16 @@ def read(config: ConfigDict) -> Fields:
     if getattr(fields, name) < 1:
       raise UserError(f'config.{name} = {getattr(fields, name)} must be at least 1')
   if fields.batch_size % fields.accumulate:
-    raise UserError(f'config.batch_size = {fields.batch_size} does not divide into accumulate = {fields.accumulate} parts')
+    raise UserError(
+        f'config.batch_size = {fields.batch_size} does not divide into accumulate = {fields.accumulate} parts'
+    )
   if not 0 < fields.data.held_out < 1:
-    raise UserError(f'config.data.held_out = {fields.data.held_out} must lie between 0 and 1, for instance 0.2')
+    raise UserError(f'config.data.held_out = {fields.data.held_out} must lie between 0 and 1, such as 0.2')
   if fields.model.loss_chunk < 1:
     raise UserError(f'config.model.loss_chunk = {fields.model.loss_chunk} must be at least 1')
   if fields.precision.loss_scale_initial > 2.0**127:
-    raise UserError(
-        f'config.precision.loss_scale_initial = {fields.precision.loss_scale_initial:g} is beyond float32; 2**15 is usual'
-    )
+    initial = fields.precision.loss_scale_initial
+    raise UserError(f'config.precision.loss_scale_initial = {initial:g} is beyond float32; 2**15 is usual')
   if not 0 <= fields.seed < 2**31:
     raise UserError(f'config.seed = {fields.seed} must be from 0 to {2**31 - 1}')
   return fields
@@ -223,18 +227,22 @@ def method_of(fields: Fields) -> Method:
   update = Update(**dataclasses.asdict(o), rounding=p.rounding)
   optim.check(update, fields.num_steps)
   if p.rounding == 'stochastic' and p.param == 'float16':
-    raise UserError("config.precision.rounding = 'stochastic' is for bfloat16 weights; float16 weights are not supported")
+    raise UserError("config.precision.rounding = 'stochastic' is for bfloat16 weights, not for float16")
 
   def with_adapters(constructor: Callable[..., Method]) -> Method:
     if fields.lora is None or fields.storage is None:
-      raise UserError(f'config.method = {fields.method!r} needs the sections lora and storage; see configs/lora.py')
+      raise UserError(
+          f'config.method = {fields.method!r} needs the sections lora and storage; see configs/lora.py'
+      )
     spec = LoraSpec(**dataclasses.asdict(fields.lora))
     s = fields.storage
     return constructor(numerics, update, spec, s.projections, s.embeddings, s.rules)
 
   def without_adapters() -> Method:
     if fields.lora is not None or fields.storage is not None:
-      raise UserError("config.method = 'full' trains every weight and takes neither lora nor storage; remove them")
+      raise UserError(
+          "config.method = 'full' trains every weight and takes neither lora nor storage; remove them"
+      )
     return methods.full(numerics, update)
 
   constructors = {
@@ -248,10 +256,10 @@ def method_of(fields: Fields) -> Method:
 
 
 def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
-  kernels = ('auto', 'xla', 'cudnn')
-  if fields.model.attention not in kernels:
-    raise UserError(f'config.model.attention = {fields.model.attention!r} is not known{nearest(fields.model.attention, kernels)}')
-  return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(fields.model.attention))
+  attention, known = fields.model.attention, ('auto', 'xla', 'cudnn')
+  if attention not in known:
+    raise UserError(f'config.model.attention = {attention!r} is not known{nearest(attention, known)}')
+  return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(attention))
 
 
 def meaning(fields: Fields, source: Source, dataset: pipeline.Dataset) -> dict[str, Any]:
@@ -278,7 +286,9 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
   p = fields.precision
   scale = precision.loss_scale(p.loss_scale, p.loss_scale_initial, p.loss_scale_period)
   if p.compute == 'float16' and p.loss_scale == 'none':
-    raise UserError("config.precision.compute = 'float16' needs a loss scale, or small gradients vanish; use 'dynamic'")
+    raise UserError(
+        "config.precision.compute = 'float16' needs a loss scale, or small gradients vanish; use 'dynamic'"
+    )
   d = fields.data
   spec = pipeline.DataSpec(fields.batch_size, d.seq_len, fields.seed, d.pack, d.template, d.too_long)  # type: ignore[arg-type]
   if fields.mesh.distributed:
@@ -287,13 +297,15 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
   shards = mesh.shape['data'] * mesh.shape['fsdp']
   if fields.batch_size // fields.accumulate % shards:
     raise UserError(
-        f'config: {fields.batch_size} rows in {fields.accumulate} micro-batches do not divide over data × fsdp = {shards}'
+        f'config: {fields.batch_size} rows in {fields.accumulate} micro-batches do not divide over'
+        f' data × fsdp = {shards}'
     )
   source = load_source(fields.model.path)
   shapes = parameter_shapes(source.config)
   method.plan(shapes)
-  if d.seq_len > source.config.context_length:
-    raise UserError(f'config.data.seq_len = {d.seq_len} exceeds the context {source.config.context_length} of {source.name}')
+  context = source.config.context_length
+  if d.seq_len > context:
+    raise UserError(f'config.data.seq_len = {d.seq_len} exceeds the context {context} of {source.name}')
   model = model_of(fields, source, method.numerics)
   dataset = pipeline.load(d.path, source.require_tokenizer(), spec, d.held_out, fields.seed, d.eval_path)
   loop = train.Loop(
@@ -306,6 +318,6 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
       fields.seed,
   )
   return train.Run(
-      workdir, config.to_dict(), meaning(fields, source, dataset), model, method, shapes, source.read, scale, dataset, spec,
-      mesh, loop,
+      workdir, config.to_dict(), meaning(fields, source, dataset), model, method, shapes, source.read, scale,
+      dataset, spec, mesh, loop,
   )  # fmt: skip

@@ -51,7 +51,7 @@ def differences(then: Any, now: Any, path: str = '') -> list[str]:
 
 
 class _NewestAndBest:
-  """Which steps orbax keeps: the last, and of those with a score the one that is best (the first of equals)."""
+  """Which steps orbax keeps: the last, and the best of those with a score (the first of equals)."""
 
   def __init__(self, nlls: Mapping[int, float]):
     self.nlls = nlls
@@ -96,7 +96,9 @@ class Checkpoints:
   def steps(self) -> list[int]:
     return sorted(self._manager.all_steps())
 
-  def save(self, step: int, trainable: Tree, state: Tree, data: Mapping[str, Any], nll: float | None = None) -> None:
+  def save(
+      self, step: int, trainable: Tree, state: Tree, data: Mapping[str, Any], nll: float | None = None
+  ) -> None:
     """Writes one step; a finite `nll` of the held-out data decides which is best.
 
     A step that is there already stays, unless it was saved before its `nll` was known.
@@ -143,15 +145,16 @@ class Checkpoints:
       if changed:
         raise UserError(f'{self.directory}/{candidate} belongs to another run:\n  ' + '\n  '.join(changed))
       try:
-        return Restored(
-            candidate, self._tree(candidate, 'trainable', trainable), self._tree(candidate, 'state', state), data
-        )
+        found = (self._tree(candidate, 'trainable', trainable), self._tree(candidate, 'state', state))
+        return Restored(candidate, *found, data)
       except UserError:
         raise
       except Exception as error:
         self._pass_over(candidate, error, is_asked_for=step is not None)
     if steps:
-      raise UserError(f'no checkpoint in {self.directory} can be read; start again with --restart (it is kept aside)')
+      raise UserError(
+          f'no checkpoint in {self.directory} can be read; start again with --restart (it is kept aside)'
+      )
     return None
 
   def forget_after(self, step: int) -> None:
@@ -179,7 +182,8 @@ class Checkpoints:
     saved = self._manager.item_metadata(step)[item]
     if saved is None:
       raise ValueError(f'item {item} is missing')
-    compare_leaves(_described(dict(getattr(saved, 'tree', saved))), _described(wanted), f'{item} of step {step}')
+    there = _described(dict(getattr(saved, 'tree', saved)))
+    compare_leaves(there, _described(wanted), f'{item} of step {step}')
     args = ocp.checkpoint_utils.construct_restore_args(wanted)
     flat = self._read(step, item, ocp.args.PyTreeRestore(wanted, restore_args=args))
     return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path in wanted])

@@ -35,9 +35,12 @@ class Bar:
     self._live: Progress | None = None
     if console.is_terminal:
       self._live = Progress(
-          TextColumn('{task.description}'), BarColumn(bar_width=24), TaskProgressColumn(), TextColumn('{task.fields[text]}'),
+          TextColumn('{task.description}'),
+          BarColumn(bar_width=24),
+          TaskProgressColumn(),
+          TextColumn('{task.fields[text]}'),
           console=console,
-      )  # fmt: skip
+      )
       self._task = self._live.add_task(name, total=total, completed=done, text='')
 
   def __enter__(self) -> Self:
@@ -45,7 +48,9 @@ class Bar:
       self._live.start()
     return self
 
-  def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+  def __exit__(
+      self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+  ) -> None:
     if self._live:
       self._live.stop()
 

@@ -156,7 +156,7 @@ def read_record(directory: Path) -> dict[str, Any] | None:
   try:
     return json.loads(path.read_text())
   except ValueError as error:
-    raise UserError(f'{path} is damaged ({error}); move it away, or give --restart to keep all of it aside') from None
+    raise UserError(f'{path} is damaged ({error}); move it away, or give --restart to keep it') from None
 
 
 def human_bytes(count: float) -> str:

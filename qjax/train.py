@@ -116,7 +116,13 @@ def init_state(run: Run, trainable: Tree) -> State:
 
 
 def gradients(
-    model: Transformer, loss_scale: LossScale, chunk: int, trainable: Tree, frozen: Tree, batch: Arrays, key: jax.Array | None
+    model: Transformer,
+    loss_scale: LossScale,
+    chunk: int,
+    trainable: Tree,
+    frozen: Tree,
+    batch: Arrays,
+    key: jax.Array | None,
 ) -> tuple[Tree, jax.Array, jax.Array]:
   """Unscaled float32 gradients of the batch's mean loss, and its summed nll and correct tokens.
 
@@ -160,7 +166,13 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
   def step(state: State, frozen: Tree, batch: Arrays, key: jax.Array) -> tuple[State, StepMetrics]:
     dropout_key, rounding_key = jax.random.split(jax.random.fold_in(key, state.step))
     grads, nll, correct = gradients(
-        model, state.loss_scale, loop.loss_chunk, state.trainable, frozen, batch, dropout_key if drops else None
+        model,
+        state.loss_scale,
+        loop.loss_chunk,
+        state.trainable,
+        frozen,
+        batch,
+        dropout_key if drops else None,
     )
     tokens = jnp.sum(batch['weights'])
     is_finite = is_all_finite(grads) & jnp.isfinite(nll)
@@ -240,7 +252,8 @@ class Interrupted(Exception):
 
   def __init__(self, signal_number: int, step: int):
     self.signal_number = signal_number
-    super().__init__(f'stopped by {signal.Signals(signal_number).name} after step {step}; the same command goes on from there')
+    name = signal.Signals(signal_number).name
+    super().__init__(f'stopped by {name} after step {step}; the same command goes on from there')
 
 
 class StopRequest:
@@ -253,7 +266,8 @@ class StopRequest:
     if self.signal_number is not None:
       raise KeyboardInterrupt
     self.signal_number = number
-    print(f'\n{signal.Signals(number).name}: saving after this step (again to stop at once)', file=sys.stderr, flush=True)
+    name = signal.Signals(number).name
+    print(f'\n{name}: saving after this step (again to stop at once)', file=sys.stderr, flush=True)
 
   @classmethod
   @contextmanager
@@ -362,9 +376,10 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
             save(done)
             record.update(status='failed', step=done)
             raise UserError(
-                f'{run.loop.max_skips} steps in a row had no finite gradient (loss {found_metrics["loss"]}, loss scale '
-                f'{found_metrics["loss_scale"]:g}). Weights and moments are as they were before the first of them and are '
-                'saved. Try a lower optimizer.learning_rate, precision.compute=bfloat16, or look at the data'
+                f'{run.loop.max_skips} steps in a row had no finite gradient (loss '
+                f'{found_metrics["loss"]}, loss scale {found_metrics["loss_scale"]:g}). Weights and moments '
+                'are as they were before the first of them and are saved. Try a lower '
+                'optimizer.learning_rate, precision.compute=bfloat16, or look at the data'
             )
           if stop.signal_number is not None:
             raise _StopTraining
@@ -416,9 +431,10 @@ def _blank(spec: DataSpec, shard: tuple[int, int]) -> dict[str, np.ndarray]:
 def measure(trainable: Tree, frozen: Tree, state: State) -> dict[str, int]:
   """Counts and bytes of what is held during training, from the arrays themselves."""
   lora = trainable.get('lora', {})
+  trained_weights = {name: tree for name, tree in trainable.items() if name != 'lora'}
   return {
       'trainable_parameters': sum(leaf.size for leaf in jax.tree.leaves(trainable)),
-      'weight_bytes': trees.nbytes(frozen) + trees.nbytes({k: v for k, v in trainable.items() if k != 'lora'}),
+      'weight_bytes': trees.nbytes(frozen) + trees.nbytes(trained_weights),
       'adapter_bytes': trees.nbytes(lora),
       'optimizer_bytes': trees.nbytes(state.optimizer),
   }

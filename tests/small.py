@@ -39,7 +39,7 @@ def write_model(directory: Path, config: ModelConfig = CONFIG, seed: int = 0) ->
 
 
 def write_data(path: Path, rows: int = ROWS) -> Path:
-  """Questions with short answers; a row of 32 slots takes about three, so an epoch is one batch of four rows."""
+  """Questions with short answers; three fill a row of 32 slots, so an epoch is one batch of four rows."""
   lines = ({'prompt': f'q{i:02}', 'completion': 'abcdefg'[i % 7] * (1 + i % 5)} for i in range(rows))
   path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
   return path

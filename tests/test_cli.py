@@ -51,7 +51,6 @@ Command = Callable[..., Ended]
 
 @pytest.fixture(scope='module')
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  """A model and data; the model's weights are cut off, so that whoever reads them fails in another way."""
   directory = tmp_path_factory.mktemp('cli')
   small.write(directory)
   return directory
@@ -60,9 +59,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='module')
 def command(directory: Path) -> Iterator[Command]:
   """Runs experiments.train with these arguments."""
-  with subprocess.Popen(
-    [sys.executable, '-W', 'ignore', '-c', SERVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-  ) as server:
+  start = [sys.executable, '-W', 'ignore', '-c', SERVER]
+  pipe = subprocess.PIPE
+  with subprocess.Popen(start, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as server:
     assert server.stdin is not None and server.stdout is not None
     stdin, stdout = server.stdin, server.stdout
     count = 0
@@ -86,10 +85,10 @@ def given(directory: Path, note: str = 'lora', **more: object) -> list[str]:
 
 
 REFUSALS: dict[str, tuple[list[str], str]] = {
-  'misspelt field': (['--config.lora.rnk=8'], "--config.lora.rnk=8: there is no field 'rnk'; did you mean 'rank'?"),
+  'misspelt field': (['--config.lora.rnk=8'], "lora.rnk=8: there is no field 'rnk'; did you mean 'rank'?"),
   'misspelt section': (['--config.optimiser.eps=1'], "no field 'optimiser'; did you mean 'optimizer'?"),
   'text for a number': (['--config.num_steps=abc'], '--config.num_steps=abc: it must be a whole number'),
-  'fraction for a whole number': (['--config.lora.rank=1.5'], '--config.lora.rank=1.5: it must be a whole number'),
+  'fraction for a whole number': (['--config.lora.rank=1.5'], 'lora.rank=1.5: it must be a whole number'),
   'text for a boolean': (['--config.data.pack=maybe'], '--config.data.pack=maybe: it must be true or false'),
   'rank 0': (['--config.lora.rank=0'], 'lora.rank = 0 must be at least 1'),
   'rank too large': (['--config.lora.rank=65'], 'lora.rank = 65 exceeds'),
@@ -118,14 +117,12 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
   'data of another kind': (['--config.data.path=alpaca'], 'alpaca'),
   'eval data': (['--config.data.eval_path=5'], "'5'"),
   'learning rate NaN': (['--config.optimizer.learning_rate=nan'], 'config.optimizer.learning_rate = nan'),
-  'learning rate infinite': (['--config.optimizer.learning_rate=inf'], 'config.optimizer.learning_rate = inf'),
+  'learning rate infinite': (['--config.optimizer.learning_rate=inf'], 'optimizer.learning_rate = inf'),
   'learning rate 0': (['--config.optimizer.learning_rate=0'], 'optimizer.learning_rate'),
   'learning rate below 0': (['--config.optimizer.learning_rate=-1'], 'optimizer.learning_rate'),
   'alpha infinite': (['--config.lora.alpha=inf'], 'config.lora.alpha = inf'),
   'warm-up as long as the run': (['--config.optimizer.warmup_steps=12'], 'optimizer.warmup_steps = 12'),
-  'loss scale beyond float32': (
-    ['--config.precision.loss_scale=static', '--config.precision.loss_scale_initial=1e39'], 'loss_scale_initial'
-  ),
+  'loss scale beyond float32': (['--config.precision.loss_scale_initial=1e39'], 'loss_scale_initial'),
   'held out': (['--config.data.held_out=1.5'], 'config.data.held_out = 1.5'),
   'mesh': (['--config.mesh.data=16', '--config.batch_size=16'], 'needs 16 devices; 8 are visible'),
   'batch over a mesh': (['--config.mesh.data=8'], 'do not divide over data × fsdp = 8'),
@@ -174,7 +171,7 @@ NOTES = {
 
 
 @pytest.mark.parametrize('case', NOTES)
-def test_a_config_file_that_cannot_be_used_is_refused_in_one_message(directory: Path, command: Command, case: str):
+def test_a_config_file_that_cannot_be_used_is_refused(directory: Path, command: Command, case: str):
   text, message = NOTES[case]
   note = directory / f'{case}.py'
   if text is not None:
@@ -228,7 +225,7 @@ def test_help_tells_a_newcomer_what_to_type(command: Command):
   text = ended.out + ended.err
   assert ended.status in (0, 1) and 'Traceback' not in text
   for wanted in (
-    'Fine-tunes a language model', 'python -m experiments.train --config=configs/qlora.py', '--config.lora.rank=8',
-    '--workdir', '--[no]restart', '"instruction"', 'metrics.jsonl', 'Ctrl-C',
+    'Fine-tunes a language model', 'python -m experiments.train --config=configs/qlora.py',
+    '--config.lora.rank=8', '--workdir', '--[no]restart', '"instruction"', 'metrics.jsonl', 'Ctrl-C',
   ):  # fmt: skip
     assert wanted in text, wanted

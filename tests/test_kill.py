@@ -44,7 +44,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Command:
-  """experiments.train on the small model, in a process of its own; compiled programs are kept between processes."""
+  """experiments.train on the small model, in a process of its own; processes share compiled programs."""
 
   def __init__(self, directory: Path, workdir: str, *arguments: str, stop_in_evaluation: int | None = None):
     self.workdir = directory / workdir
@@ -54,7 +54,8 @@ class Command:
     if stop_in_evaluation is not None:
       start = ['-c', STOPS_IN_EVALUATION, str(stop_in_evaluation)]
     cache = {
-      'JAX_COMPILATION_CACHE_DIR': str(directory / 'compiled'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'JAX_COMPILATION_CACHE_DIR': str(directory / 'compiled'),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
       'XLA_FLAGS': '--xla_backend_optimization_level=0',
     }  # fmt: skip
     self.process = subprocess.Popen(
@@ -87,7 +88,7 @@ def record_of(directory: Path, workdir: str) -> dict[str, Any]:
 
 @pytest.fixture(scope='module')
 def uninterrupted(directory: Path) -> list[dict[str, Any]]:
-  status, out, err = Command(directory, 'whole').end()
+  status, _, err = Command(directory, 'whole').end()
   assert status == 0, err
   return records.read_metrics(directory / 'whole')
 
@@ -152,7 +153,9 @@ def test_a_finished_run_shows_its_summary_again(directory: Path, uninterrupted: 
   assert records.read_metrics(directory / 'whole') == uninterrupted
 
 
-def test_another_config_is_refused_and_leaves_the_run_alone(directory: Path, uninterrupted: list[dict[str, Any]]):
+def test_another_config_is_refused_and_leaves_the_run_alone(
+  directory: Path, uninterrupted: list[dict[str, Any]]
+):
   before = (directory / 'whole' / 'record.json').read_bytes()
   status, _, err = Command(directory, 'whole', '--config.lora.rank=2', '--config.mesh.fsdp=-1').end()
   assert status == 2 and 'config.lora.rank was 4 and is 2' in err and '--restart' in err

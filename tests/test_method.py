@@ -1,4 +1,4 @@
-"""A method decides what every parameter rests in and what moves; all of it is checked before a weight is read."""
+"""A method decides what each parameter rests in and what moves, and is checked before a weight is read."""
 
 from typing import Any
 
@@ -42,7 +42,8 @@ def test_full_moves_every_parameter_in_the_param_dtype():
   for path, shape in SHAPES.items():
     leaf = moves[f'params/{path}']
     assert leaf.shape == shape and leaf.dtype == jnp.bfloat16
-    whole = weight(path, None) if not path.startswith('layers/') else np.stack([weight(path, i) for i in range(2)])
+    layers = range(2) if path.startswith('layers/') else ()
+    whole = np.stack([weight(path, i) for i in layers]) if layers else weight(path, None)
     np.testing.assert_array_equal(leaf, jnp.asarray(whole, jnp.bfloat16))
 
 
@@ -149,12 +150,12 @@ def test_a_weight_beyond_float16_is_refused():
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: method.lora(NUMERICS, UPDATE, LoraSpec(4, 8.0, targets='.*/query/kernel')), 'lora.targets.*matches none'),
+    (lambda: method.lora(NUMERICS, UPDATE, LoraSpec(4, 8.0, targets='.*/moe')), 'lora.targets.*matches none'),
     (lambda: method.lora(NUMERICS, UPDATE, LoraSpec(65, 8.0)), 'exceeds the rank 64 of layers/attn/q/kernel'),
     (lambda: method.lora(NUMERICS, UPDATE, SPEC, 'nf5'), 'a scheme is FORMAT'),
     (lambda: method.lora(NUMERICS, UPDATE, SPEC, embeddings='int8'), 'embed/embedding is no projection'),
     (lambda: method.lora(NUMERICS, UPDATE, SPEC, embeddings='float15'), "did you mean 'float16'"),
-    (lambda: method.lora(NUMERICS, UPDATE, SPEC, rules=(('layers/moe/.*', 'int8'),)), "'layers/moe/.*' matches none"),
+    (lambda: method.lora(NUMERICS, UPDATE, SPEC, rules=(('moe/.*', 'int8'),)), "'moe/.*' matches none"),
     (lambda: method.lora(NUMERICS, UPDATE, SPEC, rules=(('.*', 'int8'),)), 'never used'),
     (lambda: method.qlora(NUMERICS, UPDATE, SPEC, 'bfloat16'), 'quantizes nothing'),
     (lambda: method.qlora(NUMERICS, UPDATE, SPEC, 'float32'), 'quantizes nothing'),

@@ -1,6 +1,7 @@
-"""The optimizer in float32 whatever the weights are in; decay, clipping, schedule and rounding, each alone."""
+"""The optimizer, in float32 whatever the weights are in; decay, clipping, schedule, rounding alone."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -76,9 +77,9 @@ def test_clipping_is_by_the_norm_over_everything(clip: float):
 def test_schedules_rise_to_the_peak_and_fall_as_named(kind: str, end: float):
   rate = optim.schedule(Update(0.5, schedule=kind, warmup_steps=4), 12)
   rates = [float(rate(jnp.asarray(i))) / 0.5 for i in range(12)]
-  assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])  # no update of zero, the peak after the warm-up
+  assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])  # none is zero, and the peak is reached
   assert rates[-1] == pytest.approx(end, abs=1e-3)
-  assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))
+  assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
 
 
 def test_the_count_is_of_applied_updates():
@@ -90,7 +91,7 @@ def test_the_count_is_of_applied_updates():
 
 
 def test_stochastic_rounding_moves_bfloat16_weights_where_nearest_does_not():
-  """Weights of 1 and a hundred updates of 6e-4, each less than half a unit in the last place (2**-7 below 2)."""
+  """A hundred updates of 6e-4 to weights of 1, whose lower neighbour in bfloat16 is 2**-8 away."""
   weights = {'kernel': jnp.ones((64, 64), jnp.bfloat16)}
   tx = optim.make(dataclasses.replace(PLAIN, learning_rate=6e-4), 100)
   grads = {'kernel': jnp.ones((64, 64))}
@@ -117,7 +118,8 @@ def test_stochastic_rounding_moves_bfloat16_weights_where_nearest_does_not():
 
 def test_leaves_round_by_keys_of_their_own():
   now = {'a': jnp.ones((256,), jnp.bfloat16), 'b': jnp.ones((256,), jnp.bfloat16)}
-  moved = optim.apply(now, jax.tree.map(lambda x: jnp.full(x.shape, 2.0**-9), now), 'stochastic', jax.random.key(0))
+  updates = jax.tree.map(lambda x: jnp.full(x.shape, 2.0**-9), now)
+  moved = optim.apply(now, updates, 'stochastic', jax.random.key(0))
   assert not np.array_equal(moved['a'], moved['b'])
 
 

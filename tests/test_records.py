@@ -1,4 +1,4 @@
-"""What a run leaves behind can be read back, whole and equal in every form, whatever happened while it was written."""
+"""What a run leaves behind is whole, and equal in every form, whatever happened while it was written."""
 
 import json
 import math
@@ -80,7 +80,8 @@ def test_resuming_cuts_off_an_evaluation_that_is_still_due(tmp_path: Path):
   write(metrics, range(1, 6))
   metrics.close()
   records.Metrics(tmp_path, after_step=4, is_scored=False).close()
-  assert [(row['step'], row['kind']) for row in records.read_metrics(tmp_path)] == [(i, 'train') for i in range(1, 5)]
+  rows = records.read_metrics(tmp_path)
+  assert [(row['step'], row['kind']) for row in rows] == [(step, 'train') for step in range(1, 5)]
 
 
 def test_beginning_anew_forgets_everything(tmp_path: Path):
@@ -113,7 +114,8 @@ def test_no_file_holds_a_number_that_json_lacks(tmp_path: Path, value: float):
   strict = json.loads((tmp_path / records.METRICS).read_text(), parse_constant=pytest.fail)
   assert strict == {'step': 1, 'kind': 'train', 'loss': None, 'tokens': 3}
   assert events(tmp_path) == {'train/tokens': [(1, 3.0)]}
-  records.Record(tmp_path / records.RECORD, {}).update(results={'after': {'nll': value}, 'list': [value, (value, 1)]})
+  results = {'after': {'nll': value}, 'list': [value, (value, 1)]}
+  records.Record(tmp_path / records.RECORD, {}).update(results=results)
   found = json.loads((tmp_path / records.RECORD).read_text(), parse_constant=pytest.fail)
   assert found == {'results': {'after': {'nll': None}, 'list': [None, [None, 1]]}}
 
@@ -142,7 +144,8 @@ def test_a_record_grows_by_its_updates(tmp_path: Path):
   record = records.Record(tmp_path / 'run' / records.RECORD, {'name': 'x'})
   record.update(status='running')
   record.update(status='finished', results={'steps': 3})
-  assert records.read_record(tmp_path / 'run') == {'name': 'x', 'status': 'finished', 'results': {'steps': 3}}
+  found = records.read_record(tmp_path / 'run')
+  assert found == {'name': 'x', 'status': 'finished', 'results': {'steps': 3}}
   assert records.read_record(tmp_path) is None
 
 
@@ -154,23 +157,28 @@ def test_a_damaged_record_is_named(tmp_path: Path):
 
 def test_the_environment_says_what_is_needed_to_run_it_again():
   found = json.loads(json.dumps(records.environment()))
-  assert found['versions']['jax'] == jax.__version__ and found['versions'].keys() >= {'flax', 'optax', 'numpy'}
-  assert found['devices'] == {'platform': 'cpu', 'kind': jax.devices()[0].device_kind, 'count': 8}
+  assert found['versions']['jax'] == jax.__version__
+  assert found['versions'].keys() >= {'flax', 'optax', 'numpy'}
+  kind = jax.devices()[0].device_kind
+  assert found['devices'] == {'platform': 'cpu', 'kind': kind, 'count': 8}
   assert found['command'] and found['python'] and 'cores' in found['machine']
   assert records.peak_memory()['host'] >= 0.9 * records.resident_bytes() > 2**20
 
 
 @pytest.mark.parametrize(
-  ('count', 'text'), [(512, '512 B'), (1536, '1.5 KiB'), (128.3 * 2**20, '128.3 MiB'), (12.8 * 2**30, '12.80 GiB')]
+  ('count', 'text'),
+  [(512, '512 B'), (1536, '1.5 KiB'), (128.3 * 2**20, '128.3 MiB'), (12.8 * 2**30, '12.80 GiB')],
 )
 def test_bytes_for_people(count: float, text: str):
   assert records.human_bytes(count) == text
 
 
-# ---- progress -----------------------------------------------------------------------------------------------
+# ---- progress ---------------------------------------------------------------------------------------------
+
+DURATIONS = [(7, '0:07'), (750, '12:30'), (11100, '3:05:00'), (59.6, '1:00')]
 
 
-@pytest.mark.parametrize(('seconds', 'text'), [(7, '0:07'), (750, '12:30'), (11100, '3:05:00'), (59.6, '1:00')])
+@pytest.mark.parametrize(('seconds', 'text'), DURATIONS)
 def test_durations_for_people(seconds: float, text: str):
   assert progress.clock(seconds) == text
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def loss(run: train.Run, variables: Any, batch: Any) -> float:
   return float(sums.nll / sums.tokens)
 
 
-# ---- what each method is ------------------------------------------------------------------------------------
+# ---- what each method is ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', METHODS)
@@ -151,7 +152,7 @@ def test_the_learning_rate_follows_its_schedule(trained: Train):
   assert rates[2:] == pytest.approx([peak * (1 + np.cos(np.pi * i / 18)) / 2 for i in range(18)], rel=1e-4)
 
 
-# ---- float16, overflow, skipped steps -----------------------------------------------------------------------
+# ---- float16, overflow, skipped steps ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')
@@ -176,7 +177,7 @@ def test_float16_skips_until_the_loss_scale_fits_and_then_trains(half: small.Pre
   assert int(train.optim.applied_steps(state.optimizer)) == 60 - skipped[-1]
   # Nothing was learned before, all is learned after; the scale grows again after eight finite steps.
   assert metrics[-1]['loss'] < 0.3 * metrics[0]['loss']
-  grown = [b['loss_scale'] > a['loss_scale'] for a, b in zip(metrics, metrics[1:], strict=False)]
+  grown = [b['loss_scale'] > a['loss_scale'] for a, b in itertools.pairwise(metrics)]
   assert any(grown) and grown.index(True) >= first + 7
 
 
@@ -188,11 +189,12 @@ def test_overflows_in_a_row_change_nothing_but_their_count(half: small.Prepared,
   if poison == 'weights':
     batch = batch | {'weights': jnp.full_like(batch['weights'], jnp.nan)}
   else:
-    frozen = trees.map_with_path(lambda path, x: x * jnp.inf if path.endswith('final_norm/scale') else x, frozen)
+    frozen = trees.map_with_path(lambda path, x: x * jnp.inf if 'final_norm' in path else x, frozen)
   rates = set()
   for count in range(1, 26):
     state, metrics = half.compiled.call(state, frozen, batch, half.key)
-    assert not np.isfinite(metrics.loss) and int(metrics.consecutive_skips) == count
+    assert not np.isfinite(metrics.loss)
+    assert int(metrics.consecutive_skips) == int(before.loss_scale.consecutive) + count
     rates.add(float(metrics.learning_rate))
   assert_same(state.trainable, before.trainable)
   assert_same(state.optimizer, before.optimizer)
@@ -216,7 +218,7 @@ def test_clipping_sees_unscaled_gradients(directory: Path):
   assert_same(after[1.0].trainable, after[2.0**10].trainable)
 
 
-# ---- accumulation -------------------------------------------------------------------------------------------
+# ---- accumulation -----------------------------------------------------------------------------------------
 
 
 def test_accumulation_gives_the_same_gradients_however_unequal_the_parts(tmp_path: Path):
@@ -252,7 +254,7 @@ def test_accumulation_gives_the_same_gradients_however_unequal_the_parts(tmp_pat
       assert error <= 1e-5 * float(jnp.max(jnp.abs(wanted[path]))), (parts, path)
 
 
-# ---- many devices -------------------------------------------------------------------------------------------
+# ---- many devices -----------------------------------------------------------------------------------------
 
 MESHES = {'data 4 × fsdp 2': (4, 2, 1), 'fsdp 4 × tensor 2': (1, 4, 2)}
 
@@ -275,7 +277,7 @@ def test_many_devices_give_the_losses_of_one_and_share_the_bytes(
   for field in ('loss', 'gradient_norm', 'tokens', 'accuracy'):
     assert [row[field] for row in metrics] == pytest.approx([row[field] for row in alone], rel=2e-4), field
 
-  # Whole leaves: norms, per-matrix constants, counters. All that belongs to a projection or embedding is split.
+  # Norms, constants of a matrix and counters are copied; all else is split.
   shards = fsdp * tensor
   for tree in (prepared.frozen, after.trainable, after.optimizer):
     for path, leaf in trees.flatten(tree).items():
@@ -290,11 +292,13 @@ def test_many_devices_give_the_losses_of_one_and_share_the_bytes(
         assert parts in (1, tensor, fsdp, shards), path
       else:
         assert parts == shards, path
-  weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((prepared.frozen, after.trainable)))
-  assert weights < (1.15 if name != 'qlora' else 1.8) / shards * trees.nbytes((prepared.frozen, after.trainable))
+  if name == 'full':
+    tree = (after.trainable, after.optimizer)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+    assert held < 1.02 / shards * trees.nbytes(tree)
 
 
-# ---- memory -------------------------------------------------------------------------------------------------
+# ---- memory -----------------------------------------------------------------------------------------------
 
 DEEP = dataclasses.replace(small.CONFIG, num_layers=6, d_model=128, d_ff=512, num_heads=4, head_dim=32)
 
@@ -341,7 +345,9 @@ def layer_bytes(run: train.Run) -> int:
 
 
 @pytest.mark.parametrize('name', ['full', 'lora', 'qlora'])
-def test_a_step_holds_what_arithmetic_says(deep_runs: dict[str, train.Run], needs: dict[str, Need], name: str):
+def test_a_step_holds_what_arithmetic_says(
+  deep_runs: dict[str, train.Run], needs: dict[str, Need], name: str
+):
   run = deep_runs[name]
   count = sum(int(np.prod(shape)) for shape in run.shapes.values())
   adapters = 4 * sum(
@@ -371,31 +377,27 @@ def test_quantizing_the_base_saves_memory(deep_runs: dict[str, train.Run], needs
 
 
 def test_the_memory_bound_can_fail(deep_runs: dict[str, train.Run], needs: dict[str, Need]):
-  """Layers one after another and decoded weights that autodiff keeps: what the bound is there to catch."""
+  """MLPs one after another, whose decoded weights autodiff keeps: what the bound is there to catch."""
   run = deep_runs['qlora']
-  state, frozen, batch, _ = abstract(run)
-  blocks = [q for q in jax.tree.leaves(frozen['params']['layers'], is_leaf=is_qtensor) if is_qtensor(q)]
-  assert len(blocks) == 7
-
-  def product(x: jax.Array, q: Any, adapter: Any) -> jax.Array:
-    return x @ dequantize(q) + adapter.scale * (x @ adapter.a.T) @ adapter.b
+  state, frozen, _, _ = abstract(run)
 
   def unrolled(trainable: Any, frozen: Any, x: jax.Array) -> jax.Array:
-    layers, adapters = frozen['params']['layers'], trainable['lora']['layers']
-    for index in range(DEEP.num_layers):
-      for names in (('attn', 'q'), ('attn', 'o'), ('mlp', 'gate'), ('mlp', 'down')):
-        q, a = (functools.reduce(dict.__getitem__, (*names, 'kernel'), tree) for tree in (layers, adapters))
-        x = x + jnp.tanh(product(x, q[index], jax.tree.map(lambda leaf, i=index: leaf[i], a)))[..., :128] if (
-          names[-1] != 'down'
-        ) else x + jnp.tanh(product(jnp.tile(x, 4), q[index], jax.tree.map(lambda leaf, i=index: leaf[i], a)))
+    def product(x: jax.Array, name: str, layer: int) -> jax.Array:
+      q = frozen['params']['layers']['mlp'][name]['kernel'][layer]
+      adapter = trainable['lora']['layers']['mlp'][name]['kernel']
+      return x @ dequantize(q) + adapter.scale * (x @ adapter.a[layer].T) @ adapter.b[layer]
+
+    for layer in range(DEEP.num_layers):
+      x = x + product(jax.nn.silu(product(x, 'gate', layer)) * product(x, 'up', layer), 'down', layer)
     return jnp.sum(x * x)
 
   x = jax.ShapeDtypeStruct((2, 16, DEEP.d_model), jnp.float32)
   compiled = jax.jit(jax.grad(unrolled)).lower(state.trainable, frozen, x).compile()
-  assert Need(compiled.memory_analysis()).temporary > needs['lora'].temporary + 1.5 * layer_bytes(run)
+  unrolled_bytes = Need(compiled.memory_analysis()).temporary
+  assert unrolled_bytes - needs['lora'].temporary > 1.5 * layer_bytes(run)
 
 
-# ---- the loop -----------------------------------------------------------------------------------------------
+# ---- the loop ---------------------------------------------------------------------------------------------
 
 
 def record_of(run: train.Run) -> records.Record:
@@ -421,3 +423,7 @@ def test_a_run_without_a_finite_gradient_gives_up_saved_and_without_nan_in_a_fil
     if path.is_file() and (path.suffix in ('.json', '.jsonl') or path.name == 'metadata'):
       assert 'NaN' not in path.read_text() and 'Infinity' not in path.read_text(), path
   assert (run.workdir / 'checkpoints' / '3').is_dir()
+  # Adapters are saved, and the base, which the model file holds already, is not.
+  sizes = found['sizes']
+  saved = sum(path.stat().st_size for path in (run.workdir / 'checkpoints' / '3').rglob('*') if path.is_file())
+  assert saved < sizes['adapter_bytes'] + sizes['optimizer_bytes'] + 2**16 < 0.8 * sizes['weight_bytes']

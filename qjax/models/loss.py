@@ -42,7 +42,7 @@ def _chunks(vocab: int, chunk: int) -> tuple[int, int]:
 def _chunk_logits(
   hidden: jax.Array, head: jax.Array, transposed: bool, policy: Policy, index: jax.Array, size: int
 ) -> Any:
-  """One chunk: float32 logits [tokens, size], overlapping columns at −inf; word ids; start; the head's part."""
+  """One chunk: logits [tokens, size], overlapping columns at −inf; word ids; start; the head's part."""
   vocab = head.shape[0] if transposed else head.shape[1]
   start = jnp.minimum(index * size, vocab - size)
   # Half precision is sliced as integers: XLA's CPU backend would widen the whole head before the loop.
@@ -146,7 +146,7 @@ def token_losses(
 
 
 class LossSums(NamedTuple):
-  """Sums over the trained targets of a batch, float32 scalars; whoever wants a mean divides once, at the end."""
+  """Sums over the trained targets of a batch, float32 scalars; a mean divides once, at the end."""
 
   nll: jax.Array
   correct: jax.Array

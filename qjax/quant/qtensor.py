@@ -71,7 +71,8 @@ class QTensor:
   once, so a stack of layers is one QTensor.
 
   Attributes:
-    codes: int8 [..., K, N] for 8 bits (uint8 if asymmetric), uint16 for 16-bit floats; below, uint8 bytes [..., rows, N] as `formats.pack` lays them out,
+    codes: int8 [..., K, N] for 8 bits (uint8 if asymmetric), uint16 for 16-bit
+      floats; below, uint8 bytes [..., rows, N] as `formats.pack` lays them out,
       block by block (an odd block ends in a filled byte, a ragged last block is packed by itself).
       Floats rest as integers because XLA's CPU backend widens a bfloat16 stack to float32, whole, before
       a loop that slices it; a bitcast costs nothing anywhere.
@@ -184,7 +185,7 @@ def quantize(w: jax.Array, scheme: str | Scheme) -> QTensor:
   """
   scheme = parse_scheme(scheme) if isinstance(scheme, str) else scheme
   if w.ndim < 2:
-    raise UserError(f'a weight of shape {w.shape} has no [inputs, outputs] to quantize; it needs at least 2 axes')
+    raise UserError(f'a weight of shape {w.shape} has no [inputs, outputs] to quantize')
   numbers, k = scheme.numbers, w.shape[-2]
   if numbers.is_float:
     return QTensor(jax.lax.bitcast_convert_type(w.astype(numbers.name), jnp.uint16), None, None, scheme, k)
@@ -211,7 +212,8 @@ def quantize(w: jax.Array, scheme: str | Scheme) -> QTensor:
     codes = formats.nearest_code(w / safe, numbers.levels)
   else:
     signed = jnp.clip(jnp.round(w / safe), -numbers.largest, numbers.largest)
-    codes = signed.astype(jnp.int8) if numbers.bits == 8 else (signed + 2 ** (numbers.bits - 1)).astype(jnp.uint8)
+    unsigned = (signed + 2 ** (numbers.bits - 1)).astype(jnp.uint8)
+    codes = signed.astype(jnp.int8) if numbers.bits == 8 else unsigned
   packed = codes if numbers.bits == 8 else _pack_blocks(codes, numbers.bits, block)
   return QTensor(packed, stored, offset, scheme, k)
 
@@ -231,7 +233,7 @@ def _read(scale: jax.Array | DoubleQuantized) -> jax.Array:
 
 
 def dequantize(q: QTensor, dtype: jnp.dtype = jnp.dtype('float32')) -> jax.Array:
-  """The weight [..., K, N] that the codes stand for: float32 arithmetic, one rounding to `dtype` at the end."""
+  """The weight [..., K, N] that the codes stand for: float32 arithmetic, rounded once to `dtype`."""
   numbers = q.scheme.numbers
   if q.scale is None:
     return jax.lax.bitcast_convert_type(q.codes, jnp.dtype(numbers.name)).astype(dtype)

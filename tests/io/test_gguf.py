@@ -9,8 +9,7 @@ from gguf import GGMLQuantizationType
 from qjax.errors import UserError
 from qjax.io import gguf as gguf_reader
 from qjax.io.source import Source, load_source, params
-from qjax.models.config import parameter_shapes
-from qjax.models.config import ModelConfig, RopeScaling
+from qjax.models.config import ModelConfig, RopeScaling, parameter_shapes
 from tests import oracle
 from tests.io import model_files
 from tests.io.model_files import CONFIG

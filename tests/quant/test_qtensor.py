@@ -380,7 +380,7 @@ def test_a_tensor_survives_flattening_with_every_field():
 
 
 def test_what_cannot_be_quantized_is_refused():
-  with pytest.raises(UserError, match=r'shape \(5,\).*at least 2 axes'):
+  with pytest.raises(UserError, match=r'shape \(5,\)'):
     quantize(np.ones(5, np.float32), 'nf4')
   with pytest.raises(UserError, match='a scheme is FORMAT'):
     quantize(np.ones((5, 5), np.float32), 'nf4:block=x')
