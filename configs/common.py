@@ -10,7 +10,7 @@ def base() -> ConfigDict:
   """Fine-tuning of the embedded model on the embedded data, without a method."""
   config = ConfigDict()
   config.seed = 0  # data order, adapters, dropout, stochastic rounding
-  config.num_steps = 30
+  config.num_steps = 20
   config.batch_size = 8  # rows a step, over all devices
   config.accumulate = 1  # micro-batches a step; must divide batch_size
   config.eval_every = 10  # steps; there is also an evaluation before and after
