@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from qjax import records, train, trees
@@ -31,6 +30,7 @@ METHODS = ('full', *BASES)
 SAME = {
   'precision__compute': 'float32', 'batch_size': 8, 'num_steps': STEPS, 'optimizer__weight_decay': 0.1,
   'precision__loss_scale': 'static', 'precision__loss_scale_initial': 1.0, 'model__remat': 'none',
+  'optimizer__clip_norm': 3.0,
 }  # fmt: skip
 
 
@@ -146,18 +146,17 @@ def test_gradients_moments_and_norms_cover_what_is_trained_and_nothing_else(trai
 
 @pytest.mark.parametrize('name', METHODS)
 def test_the_norm_that_is_clipped_is_over_what_is_trained(trained: Train, name: str):
-  """The gradient that Adam was given, from two moments, is as long as the metric says, and at most 1."""
-  metrics = trained(name).metrics
-  late = next(step for step, row in enumerate(metrics) if row['gradient_norm'] < 0.9)
-  assert metrics[0]['gradient_norm'] > 1
-  for step in (0, late):
+  """The gradient that Adam was given, from two moments, is as long as the metric says, and at most 3."""
+  norms = [row['gradient_norm'] for row in trained(name).metrics]
+  assert max(norms) > 3.5 and min(norms) < 2.5
+  for step in (norms.index(max(norms)), norms.index(min(norms))):
     before, after = (
       [np.asarray(leaf) for path, leaf in trees.flatten(state.optimizer).items() if '/mu/' in path]
       for state, _ in (small.take_steps(trained(name).prepared, count) for count in (step, step + 1))
     )
     given = [(b - 0.9 * a) / 0.1 for a, b in zip(before, after, strict=True)]
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in given))
-    assert norm == pytest.approx(min(1, metrics[step]['gradient_norm']), rel=1e-3)
+    assert norm == pytest.approx(min(3, norms[step]), rel=1e-3)
 
 
 def test_the_learning_rate_follows_its_schedule(trained: Train):
@@ -227,7 +226,7 @@ def test_clipping_sees_unscaled_gradients(trained: Train):
   after, metrics = small.take_steps(prepared._replace(state=scaled), STEPS)
   assert_same(after.trainable, trained('lora').after.trainable)
   norms = [row['gradient_norm'] for row in metrics]
-  assert norms == [row['gradient_norm'] for row in trained('lora').metrics] and norms[0] > 1
+  assert norms == [row['gradient_norm'] for row in trained('lora').metrics] and max(norms) > 3
 
 
 # ---- accumulation -----------------------------------------------------------------------------------------
@@ -441,5 +440,6 @@ def test_a_run_without_a_finite_gradient_gives_up_saved_and_without_nan_in_a_fil
   assert (run.workdir / 'checkpoints' / '3').is_dir()
   # Adapters are saved, and the base, which the model file holds already, is not.
   sizes = found['sizes']
-  saved = sum(path.stat().st_size for path in (run.workdir / 'checkpoints' / '3').rglob('*') if path.is_file())
+  files = [path for path in (run.workdir / 'checkpoints' / '3').rglob('*') if path.is_file()]
+  saved = sum(path.stat().st_size for path in files)
   assert saved < sizes['adapter_bytes'] + sizes['optimizer_bytes'] + 2**16 < 0.8 * sizes['weight_bytes']
