@@ -86,10 +86,19 @@ def _config(name: str) -> Any:
     if not equals:
       raise UserError(f'--override={override} is not field=value')
     try:
-      config.update_from_flattened_dict({field: type(_get(config, field))(value)})
+      config.update_from_flattened_dict({field: _parsed(value, _get(config, field))})
     except (KeyError, AttributeError, TypeError, ValueError) as error:
       raise UserError(f'--override={override}: {error}') from None
   return config
+
+
+def _parsed(value: str, now: Any) -> Any:
+  """The text as the type that the field has now."""
+  if isinstance(now, bool):
+    return {'true': True, 'false': False}[value.lower()]
+  if isinstance(now, int | float | str):
+    return type(now)(value)
+  raise TypeError('only numbers, text and true or false can be overridden here')
 
 
 def _get(config: Any, field: str) -> Any:

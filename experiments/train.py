@@ -76,7 +76,10 @@ def main(argv: list[str]) -> int:
 
 def summary(name: str, results: dict) -> str:
   """The closing table of a run."""
-  before, after = results['before'], results['after']
+  before, after = (
+      {key: float('nan') if value is None else value for key, value in results[when].items()}
+      for when in ('before', 'after')
+  )
   peak = results['peak_memory_bytes']
   rows = [
       ('held-out nll', f'{before["nll"]:.4f} -> {after["nll"]:.4f} nats a token'),

@@ -257,6 +257,8 @@ def method_of(fields: Fields) -> Method:
 
 def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
   attention, known = fields.model.attention, ('auto', 'xla', 'cudnn')
+  if attention == 'cudnn' and jax.default_backend() != 'gpu':
+    raise UserError("config.model.attention = 'cudnn' needs an NVIDIA GPU; use 'auto' or 'xla'")
   if attention not in known:
     raise UserError(f'config.model.attention = {attention!r} is not known{nearest(attention, known)}')
   return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(attention))
@@ -282,6 +284,8 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
     UserError: naming the field or the path that cannot work.
   """
   fields = read(config)
+  if fields.mesh.distributed:
+    jax.distributed.initialize()  # before anything asks for a device
   method = method_of(fields)
   p = fields.precision
   scale = precision.loss_scale(p.loss_scale, p.loss_scale_initial, p.loss_scale_period)
@@ -291,8 +295,6 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
     )
   d = fields.data
   spec = pipeline.DataSpec(fields.batch_size, d.seq_len, fields.seed, d.pack, d.template, d.too_long)  # type: ignore[arg-type]
-  if fields.mesh.distributed:
-    jax.distributed.initialize()
   mesh = sharding.make_mesh(sharding.MeshSpec(fields.mesh.data, fields.mesh.fsdp, fields.mesh.tensor))
   shards = mesh.shape['data'] * mesh.shape['fsdp']
   if fields.batch_size // fields.accumulate % shards:

@@ -9,7 +9,7 @@ class UserError(ValueError):
 
 
 def nearest(given: str, valid: Iterable[str]) -> str:
-  """' (did you mean X?)' for a near miss, else the valid names."""
+  """'; did you mean …?' for a near miss, else '; valid: …'."""
   names = sorted(valid)
   close = difflib.get_close_matches(given, names, n=1)
   return f'; did you mean {close[0]!r}?' if close else f'; valid: {", ".join(names)}'

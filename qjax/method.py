@@ -17,7 +17,7 @@ from qjax.adapters import LoraSpec
 from qjax.errors import UserError
 from qjax.ops import Numerics
 from qjax.quant import qtensor
-from qjax.quant.formats import FORMATS, parse_scheme
+from qjax.quant.formats import FORMATS, Scheme, parse_scheme
 
 Tree = Any
 Reader = Callable[[str, int | None], np.ndarray]
@@ -45,7 +45,7 @@ class Update:
   Attributes:
     learning_rate: peak.
     schedule: 'constant', 'linear' or 'cosine' after the warm-up, down to zero.
-    warmup_steps: updates of linear rise from zero.
+    warmup_steps: updates of linear rise, the first of them already above zero.
     weight_decay: decoupled, on matrices and embeddings, never on norms and biases.
     beta1, beta2, eps: of Adam.
     clip_norm: largest global norm of the unscaled gradient over everything trained; 0 is no clipping.
@@ -97,7 +97,7 @@ class Method:
     for path, kind in storage.items():
       if kind == PARAM:
         continue
-      scheme = None if kind == 'float32' else parse_scheme(kind)
+      scheme = None if kind == 'float32' else _scheme(kind, path)
       if self.is_trainable(f'params/{path}'):
         raise UserError(f'{path} is trained and cannot rest as {kind!r}; store it as {PARAM!r}')
       if scheme is not None and not scheme.numbers.is_float and not trees.is_match(PROJECTIONS, path):
@@ -154,12 +154,21 @@ class Method:
     return jax.eval_shape(make, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 
   def _stored(self, path: str, shape: tuple[int, ...], kind: str, read: Reader) -> Any:
+    # Norms, biases and embeddings rest plain; only a stack of matrices is ever packed.
     if kind in (PARAM, 'float32') or len(shape) < 3:
       dtype = self.numerics.policy.param if kind == PARAM else jnp.dtype(kind)
       return jnp.asarray(_stack(path, shape, lambda w: _checked(w, path, dtype), read))
-    return _stack(
-      path, shape, lambda w: _quantize(_checked(w, path, jnp.dtype('float32')), parse_scheme(kind)), read
-    )
+    scheme = parse_scheme(kind)
+    # A weight beyond the largest float16 is refused by `_checked`; other schemes quantize from float32.
+    dtype = jnp.dtype(kind if scheme.numbers.is_float else 'float32')
+    return _stack(path, shape, lambda w: _quantize(_checked(w, path, dtype), scheme), read)
+
+
+def _scheme(kind: str, path: str) -> Scheme:
+  try:
+    return parse_scheme(kind)
+  except UserError as error:
+    raise UserError(f'storage of {path}: {error}. A dtype (float32, bfloat16, float16) will do') from None
 
 
 class _Zeros:

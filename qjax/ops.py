@@ -61,7 +61,9 @@ def contract(
 
   XLA's CPU backend multiplies float16 operands in scalar code; products of two float16 numbers are exact in
   float32, so widening them first gives the tensor-core result at many times the speed. bfloat16 operands
-  with a float32 result reach its matrix unit, bfloat16 results do not: hence `accum` = float32 everywhere.
+  with a float32 result reach its matrix unit, bfloat16 results do not.
+
+  float32 operands are multiplied as float32: TPUs and recent GPUs would round them to fewer bits by default.
   """
   contraction = (axes, (batch, batch))
   if a.dtype == jnp.float16 and accum == jnp.float32:
@@ -71,7 +73,8 @@ def contract(
       cpu=lambda a, b: jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), contraction),
       default=lambda a, b: jax.lax.dot_general(a, b, contraction, preferred_element_type=accum),
     )
-  return jax.lax.dot_general(a, b, contraction, preferred_element_type=accum)
+  precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+  return jax.lax.dot_general(a, b, contraction, precision=precision, preferred_element_type=accum)
 
 
 def _turned(x: jax.Array) -> jax.Array:
@@ -102,17 +105,13 @@ def rows_product(a: jax.Array, b: jax.Array, accum: jnp.dtype) -> jax.Array:
   rows = a.ndim - 2
 
   def direct(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch)), preferred_element_type=accum)
+    return contract(a, b, ((rows,), (rows,)), accum, batch)
 
   def transposed_first(a: jax.Array, b: jax.Array) -> jax.Array:
-    if a.dtype == jnp.float16:
-      return direct(a.astype(accum), b.astype(accum))
     # A wide `a` would pay more for the identity than it gains.
     if a.dtype != jnp.bfloat16 or a.shape[-1] > 3 * b.shape[-1]:
       return direct(a, b)
-    return jax.lax.dot_general(
-      _turned(a), b, (((rows + 1,), (rows,)), (batch, batch)), preferred_element_type=accum
-    )
+    return contract(_turned(a), b, ((rows + 1,), (rows,)), accum, batch)
 
   return jax.lax.platform_dependent(a, b, cpu=transposed_first, default=direct)
 

@@ -47,12 +47,6 @@ class Policy:
   accum: jnp.dtype
   output: jnp.dtype
 
-  def cast_to_compute(self, tree: Tree) -> Tree:
-    return cast_floating(tree, self.compute)
-
-  def cast_to_param(self, tree: Tree) -> Tree:
-    return cast_floating(tree, self.param)
-
 
 def policy(
   param: str = 'float32', compute: str = 'float32', accum: str = 'float32', output: str = 'float32'

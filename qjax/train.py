@@ -336,7 +336,7 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
         def shown(done: int) -> None:
           bar.advance(done)
           if stop.signal_number is not None:
-            raise _StopEvaluating
+            raise _Stop
 
         found = evaluate.evaluate(eval_step, state.trainable, frozen, placed, shown)
       metrics.write(step, 'eval', found.as_dict())
@@ -350,13 +350,16 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
       history.update(after=found, scored=step)
       save(step, found['nll'])
 
+    since = time.monotonic()
+
     def save(step: int, nll: float | None = None) -> None:
-      history['seconds'] += time.monotonic() - save.since  # type: ignore[attr-defined]
-      save.since = time.monotonic()  # type: ignore[attr-defined]
+      nonlocal since
+      now = time.monotonic()
+      history['seconds'] += now - since
+      since = now
       rest = dataclasses.replace(state, trainable=())
       saved.save(step, state.trainable, rest, {'iterator': batches.get_state(), 'history': history}, nll)
 
-    save.since = time.monotonic()  # type: ignore[attr-defined]
     is_due = lambda step: step % run.loop.eval_every == 0 or step == run.loop.num_steps
     try:
       # Before.
@@ -382,13 +385,13 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
                 'optimizer.learning_rate, precision.compute=bfloat16, or look at the data'
             )
           if stop.signal_number is not None:
-            raise _StopTraining
+            raise _Stop
           if is_due(done):
             score_and_save(done)
             bar.restart_clock()
           elif done % run.loop.checkpoint_every == 0:
             save(done)
-    except (_StopTraining, _StopEvaluating):
+    except _Stop:
       save(done)
       record.update(status='interrupted', step=done)
       assert stop.signal_number is not None
@@ -413,12 +416,8 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
   return results
 
 
-class _StopTraining(Exception):
-  pass
-
-
-class _StopEvaluating(Exception):
-  pass
+class _Stop(Exception):
+  """Leaves the loop, or an evaluation inside it, where a stop was asked for."""
 
 
 def _blank(spec: DataSpec, shard: tuple[int, int]) -> dict[str, np.ndarray]:

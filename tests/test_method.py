@@ -141,10 +141,12 @@ def test_a_weight_beyond_float16_is_refused():
   half = Numerics(precision.policy('float16', 'float16'))
   with pytest.raises(UserError, match='beyond the largest float16'):
     prepare(method.full(half, UPDATE), lambda path, layer: weight(path, layer) * 1e6)
-  with pytest.raises(UserError, match='beyond the largest float16'):
-    prepare(
-      method.lora(NUMERICS, UPDATE, SPEC, 'float16', 'float16'), lambda path, layer: weight(path, layer) * 1e6
-    )
+  for embeddings, grown in (('float16', 'embed'), ('float32', 'layers/attn/q/kernel')):
+    with pytest.raises(UserError, match=f'{grown}.*beyond the largest float16'):
+      prepare(
+        method.lora(NUMERICS, UPDATE, SPEC, 'float16', embeddings),
+        lambda path, layer, grown=grown: weight(path, layer) * (1e6 if path.startswith(grown) else 1),
+      )
 
 
 @pytest.mark.parametrize(

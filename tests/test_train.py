@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -443,3 +444,14 @@ def test_a_run_without_a_finite_gradient_gives_up_saved_and_without_nan_in_a_fil
   files = [path for path in (run.workdir / 'checkpoints' / '3').rglob('*') if path.is_file()]
   saved = sum(path.stat().st_size for path in files)
   assert saved < sizes['adapter_bytes'] + sizes['optimizer_bytes'] + 2**16 < 0.8 * sizes['weight_bytes']
+
+
+def test_the_first_signal_is_remembered_and_the_second_stops_at_once(capsys: pytest.CaptureFixture[str]):
+  before = signal.getsignal(signal.SIGTERM)
+  with train.StopRequest.listen() as stop:
+    assert stop.signal_number is None
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.signal_number == signal.SIGTERM and 'again to stop at once' in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGINT)
+  assert signal.getsignal(signal.SIGTERM) == before

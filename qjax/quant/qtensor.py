@@ -178,7 +178,7 @@ def _unpack_blocks(packed: jax.Array, bits: int, block: int, k: int) -> jax.Arra
 def quantize(w: jax.Array, scheme: str | Scheme) -> QTensor:
   """The weight [..., K, N] (any floating dtype) at rest in a scheme.
 
-  Values must be finite; `build` refuses a NaN or an infinity with the parameter's path before it comes here.
+  Values must be finite; `Method.prepare` refuses a NaN or an infinity with its path before it comes here.
 
   Raises:
     UserError: the scheme is misspelt (with the grammar), or w has fewer than two axes.
