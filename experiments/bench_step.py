@@ -38,6 +38,8 @@ _JSON = flags.DEFINE_bool('json', False, 'End with one line of JSON: results by 
 
 def main(argv: list[str]) -> int:
   del argv
+  if not any(_METHODS.value):
+    raise UserError('--methods is empty; for instance --methods=full,lora,qlora')
   measured: dict[str, dict[str, Any]] = {}
   running = {}
   for name in _METHODS.value:
@@ -78,8 +80,8 @@ def main(argv: list[str]) -> int:
 def _config(name: str) -> Any:
   try:
     config = importlib.import_module(f'configs.{name}').get_config()
-  except ModuleNotFoundError:
-    raise UserError(f'--methods: there is no configs/{name}.py') from None
+  except (AttributeError, ModuleNotFoundError):
+    raise UserError(f'--methods: there is no configs/{name}.py with a get_config()') from None
   config.batch_size, config.data.seq_len = _BATCH_SIZE.value, _SEQ_LEN.value
   for override in _OVERRIDE.value:
     field, equals, value = override.partition('=')
@@ -88,7 +90,9 @@ def _config(name: str) -> Any:
     try:
       config.update_from_flattened_dict({field: _parsed(value, _get(config, field))})
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-      raise UserError(f'--override={override}: {error}') from None
+      raise UserError(f'--override={override} does not fit configs/{name}.py: {error}') from None
+  if (config.batch_size, config.data.seq_len) != (_BATCH_SIZE.value, _SEQ_LEN.value):
+    raise UserError('--override: give rows and tokens as --batch_size and --seq_len')
   return config
 
 

@@ -41,8 +41,13 @@ def main(argv: list[str]) -> int:
   print(config, flush=True)
   run = build.run(config, workdir)
   if _RESTART.value and workdir.exists():
+    if workdir.resolve() in (Path.cwd(), *Path.cwd().parents):
+      raise UserError(f'--restart would move {workdir.resolve()}, which you are in; give another --workdir')
     aside = workdir.with_name(f'{workdir.name}.{time.strftime("%Y%m%d-%H%M%S")}')
-    workdir.rename(aside)
+    try:
+      workdir.rename(aside)
+    except OSError as error:
+      raise UserError(f'{workdir} cannot be moved aside: {error.strerror}') from error
     print(f'kept the earlier run in {aside}', file=sys.stderr)
   before = records.read_record(workdir)
   if before is not None:
@@ -56,6 +61,11 @@ def main(argv: list[str]) -> int:
       print(f'{workdir} holds this run, finished; --restart begins anew', file=sys.stderr)
       print(summary(config.name, before['results']))
       return 0
+  elif found := [name for name in (records.METRICS, records.EVENTS) if (workdir / name).exists()]:
+    raise UserError(
+        f'{workdir} holds {" and ".join(found)} but no {records.RECORD}: they are of no run known here and'
+        ' would be overwritten. Give another --workdir'
+    )
   try:
     workdir.mkdir(parents=True, exist_ok=True)
   except OSError as error:

@@ -285,7 +285,10 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
   """
   fields = read(config)
   if fields.mesh.distributed:
-    jax.distributed.initialize()  # before anything asks for a device
+    try:
+      jax.distributed.initialize()  # before anything asks for a device
+    except (RuntimeError, ValueError) as error:
+      raise UserError(f'config.mesh.distributed: {error}. Leave it off on a single machine') from error
   method = method_of(fields)
   p = fields.precision
   scale = precision.loss_scale(p.loss_scale, p.loss_scale_initial, p.loss_scale_period)

@@ -166,7 +166,9 @@ class Checkpoints:
     self._manager.close()
 
   def _pass_over(self, step: int, error: Exception, is_asked_for: bool) -> None:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    # The first line is enough to recognize the trouble; tensorstore appends its whole configuration to it.
+    lines = str(error).partition('[tensorstore_spec')[0].strip().splitlines()
+    first = lines[0] if lines else type(error).__name__
     if is_asked_for:
       raise UserError(f'checkpoint {self.directory}/{step} cannot be read: {first}') from error
     _log.warning('checkpoint %s/%d cannot be read and is passed over: %s', self.directory, step, first)

@@ -25,6 +25,7 @@ from qjax.errors import UserError
 
 RECORD = 'record.json'
 METRICS = 'metrics.jsonl'
+EVENTS = 'tensorboard'
 LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 
 
@@ -113,8 +114,8 @@ class Metrics:
     with replacing(directory / METRICS) as file:
       file.writelines(json.dumps(row) + '\n' for row in kept)
     self._file = open(directory / METRICS, 'a')  # noqa: SIM115 (closed by `close`)
-    shutil.rmtree(directory / 'tensorboard', ignore_errors=True)
-    self._events = tensorboardX.SummaryWriter(str(directory / 'tensorboard'), flush_secs=5)
+    shutil.rmtree(directory / EVENTS, ignore_errors=True)
+    self._events = tensorboardX.SummaryWriter(str(directory / EVENTS), flush_secs=5)
     for row in kept:
       self._draw(row)
 
@@ -154,8 +155,12 @@ def read_record(directory: Path) -> dict[str, Any] | None:
   if not path.exists():
     return None
   try:
-    return json.loads(path.read_text())
-  except ValueError as error:
+    record = json.loads(path.read_text())
+    missing = {'meaning', 'status'} - set(record)
+    if missing:
+      raise ValueError(f'{", ".join(sorted(missing))} missing')
+    return record
+  except (TypeError, ValueError) as error:
     raise UserError(f'{path} is damaged ({error}); move it away, or give --restart to keep it') from None
 
 

@@ -139,6 +139,8 @@ TEARS = {
 }
 
 
+# Leaves are read concurrently: what fails after the first failure has nobody left to raise it to.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('tear', TEARS)
 def test_a_torn_step_is_passed_over(tmp_path: Path, tear: str, caplog: pytest.LogCaptureFixture):
   save(tmp_path, (1, 1.0), (2, 2.0))
@@ -150,6 +152,7 @@ def test_a_torn_step_is_passed_over(tmp_path: Path, tear: str, caplog: pytest.Lo
   assert_same(found.state, state(found.step))
   if found.step == 1:
     assert f'{tmp_path}/2' in caplog.text and 'passed over' in caplog.text
+    assert all(len(record.getMessage()) < 600 for record in caplog.records)
   else:
     assert tear in ('score cut', 'no score', 'no step metadata')  # what these lose is not needed to go on
   # A run goes on from there, and its next saves are whole again.

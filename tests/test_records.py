@@ -141,18 +141,19 @@ def test_others_may_read_what_a_run_writes(tmp_path: Path):
 
 
 def test_a_record_grows_by_its_updates(tmp_path: Path):
-  record = records.Record(tmp_path / 'run' / records.RECORD, {'name': 'x'})
+  record = records.Record(tmp_path / 'run' / records.RECORD, {'meaning': {}})
   record.update(status='running')
   record.update(status='finished', results={'steps': 3})
   found = records.read_record(tmp_path / 'run')
-  assert found == {'name': 'x', 'status': 'finished', 'results': {'steps': 3}}
+  assert found == {'meaning': {}, 'status': 'finished', 'results': {'steps': 3}}
   assert records.read_record(tmp_path) is None
 
 
 def test_a_damaged_record_is_named(tmp_path: Path):
-  (tmp_path / records.RECORD).write_text('{"a": ')
-  with pytest.raises(UserError, match='record.json is damaged'):
-    records.read_record(tmp_path)
+  for text in ('{"a": ', '{}', '[]', '3'):
+    (tmp_path / records.RECORD).write_text(text)
+    with pytest.raises(UserError, match='record.json is damaged'):
+      records.read_record(tmp_path)
 
 
 def test_the_environment_says_what_is_needed_to_run_it_again():

@@ -202,7 +202,7 @@ def load(
   side. With `eval_path` nothing is held out: all of `path` is for training and all of `eval_path` for
   evaluation.
   """
-  path = os.fspath(path)
+  path = os.path.expanduser(os.fspath(path))
   if eval_path is None:
     parts = _faq_parts(held_out, seed) if path == CONSTRUCTION_FAQ else _file_parts(path, held_out, seed)
     shared = 0

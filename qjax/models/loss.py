@@ -26,7 +26,8 @@ class TokenLosses(NamedTuple):
 
   Attributes:
     nll: float32, −log p(target), in nats.
-    is_correct: float32, 1 where no word has a larger logit than the target.
+    is_correct: float32, 1 where every other word has a smaller logit than the target; a tie is no success, or
+      a collapsed model with equal logits would seem perfect.
   """
 
   nll: jax.Array
@@ -68,20 +69,22 @@ def _forward(
   count, size = _chunks(head.shape[0 if transposed else 1], chunk)
 
   def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
-    largest, total, target = carry
+    largest, total, target, rival = carry
     logits, words, _, _ = _chunk_logits(hidden, head, transposed, policy, index, size)
     new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
     total = total * jnp.exp(largest - new_largest) + jnp.sum(jnp.exp(logits - new_largest[:, None]), axis=-1)
     is_target = (words[None, :] == targets[:, None]) & (words >= index * size)[None, :]
     target = target + jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-    return (new_largest, total, target), None
+    rival = jnp.maximum(rival, jnp.max(jnp.where(is_target, -jnp.inf, logits), axis=-1))
+    return (new_largest, total, target, rival), None
 
   zeros = jnp.zeros(targets.shape, jnp.float32)
   # Not −inf: of a first chunk without a possible word, −inf − (−inf) would be NaN.
-  start = (jnp.full(targets.shape, jnp.finfo(jnp.float32).min), zeros, zeros)
-  (largest, total, target), _ = jax.lax.scan(body, start, jnp.arange(count))
+  lowest = jnp.full(targets.shape, jnp.finfo(jnp.float32).min)
+  start = (lowest, zeros, zeros, lowest)
+  (largest, total, target, rival), _ = jax.lax.scan(body, start, jnp.arange(count))
   log_total = largest + jnp.log(total)
-  return TokenLosses(log_total - target, (target >= largest).astype(jnp.float32)), log_total
+  return TokenLosses(log_total - target, (target > rival).astype(jnp.float32)), log_total
 
 
 def _losses_fwd(
