@@ -2,7 +2,8 @@
 
   python -m experiments.train --config=configs/qlora.py
 
-Other bases: --config.storage.projections=int4:block=32,asym or int8.
+Seen on two CPU cores (AMX, shared with other work): held-out nll 4.348 -> 3.507 nats a token in 378 s; one
+seed, no spread measured. Other bases: --config.storage.projections=int4:block=32,asym or int8.
 """
 
 from ml_collections import ConfigDict

@@ -152,7 +152,7 @@ def test_a_torn_step_is_passed_over(tmp_path: Path, tear: str, caplog: pytest.Lo
   assert_same(found.state, state(found.step))
   if found.step == 1:
     assert f'{tmp_path}/2' in caplog.text and 'passed over' in caplog.text
-    assert all(len(record.getMessage()) < 600 for record in caplog.records)
+    assert all(len(record.getMessage()) < 600 for record in caplog.records if record.name.startswith('qjax'))
   else:
     assert tear in ('score cut', 'no score', 'no step metadata')  # what these lose is not needed to go on
   # A run goes on from there, and its next saves are whole again.
