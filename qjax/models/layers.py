@@ -4,6 +4,7 @@ Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads,
 """
 
 import math
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -60,15 +61,29 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 ATTENTION_OUT = 'attention_out'
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _named(x: jax.Array, name: str) -> jax.Array:
   """x, which a remat policy may keep under `name`.
 
-  Half precision is kept as its bits, because XLA's CPU backend would stack it over layers in float32.
+  Half precision is kept as its bits, because XLA's CPU backend would stack it over layers in float32. No
+  gradient passes through integers by itself, hence the rule: the cotangent goes through unchanged.
   """
   if x.dtype.itemsize != 2:
     return checkpoint_name(x, name)
   bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), name)
   return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def _named_fwd(x: jax.Array, name: str) -> tuple[jax.Array, None]:
+  return _named.__wrapped__(x, name), None  # type: ignore[attr-defined]
+
+
+def _named_bwd(name: str, residual: None, g: jax.Array) -> tuple[jax.Array]:
+  del name, residual
+  return (g,)
+
+
+_named.defvjp(_named_fwd, _named_bwd)
 
 
 class Projection(nn.Module):

@@ -335,3 +335,29 @@ def test_the_embedded_model_knows_the_capital(embedded: Any) -> None:
     ids = [*ids, int(logits(ids)[-1].argmax())]
   assert source.tokenizer.decode(ids[start:]) == 'The capital of Bangladesh is Dhaka.'
   assert ids[-1] == source.tokenizer.eos_id
+
+
+@pytest.mark.parametrize('remat', ['full', 'attention', 'none'])
+@pytest.mark.parametrize('half', ['bfloat16', 'float16'])
+def test_half_precision_gradients_point_where_float32_gradients_do(half: str, remat: str) -> None:
+  """Every leaf has its gradient: one that is cut off somewhere is zero, or points elsewhere."""
+  config = ModelConfig(61, 2, 32, 48, 4, 2, 8, tie_embeddings=True)
+  params = jax.jit(lambda key: transformer.init_params(config, key))(jax.random.key(0))
+  tokens = np.random.default_rng(0).integers(0, 61, (2, 16)).astype(np.int32)
+  place = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
+
+  def gradient(compute: str, remat: str) -> dict[str, np.ndarray]:
+    model = transformer.Transformer(config, Numerics(policy(compute=compute)), remat)
+
+    def nll(params: Any) -> jax.Array:
+      batch = {'tokens': tokens, 'targets': np.roll(tokens, -1, 1), 'segments': np.ones_like(tokens)}
+      batch |= {'positions': place, 'weights': np.full(tokens.shape, 1 / 32, np.float32)}
+      return loss.loss_sums(model, {'params': params}, batch).nll
+
+    found = trees.flatten(jax.jit(jax.grad(nll))(params))
+    return {path: np.asarray(g, np.float64) for path, g in found.items()}
+
+  wide, narrow = gradient('float32', 'none'), gradient(half, remat)
+  for path, g in wide.items():
+    cosine = np.sum(g * narrow[path]) / np.sqrt(np.sum(g**2) * np.sum(narrow[path] ** 2))
+    assert cosine > 0.99, path
