@@ -1,9 +1,6 @@
 """LoRA of rank 16 on every projection over a bfloat16 base.
 
   python -m experiments.train --config=configs/lora.py
-
-Seen on two CPU cores (AMX, shared with other work): held-out nll 4.078 -> 3.383 nats a token in 247 s; one
-seed, no spread measured.
 """
 
 from ml_collections import ConfigDict
