@@ -30,7 +30,7 @@ def attention_mask(segments: jax.Array, window: int | None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
-  """Which implementation of `jax.nn.dot_product_attention` runs.
+  """Which implementation of attention runs.
 
   'auto' is cuDNN's flash attention on an NVIDIA GPU for half precision and head widths it serves, else XLA.
   A named one runs or raises.
@@ -52,7 +52,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, implementa
     q: [B, T, H, C].
     k, v: [B, T, K, C]; query head h reads key head h // G.
     mask: bool [B, 1, T, T], True where the query (third axis) sees the key (fourth).
-    implementation: 'xla' or 'cudnn', of `jax.nn.dot_product_attention`.
+    implementation: 'xla' is the one below; 'cudnn' that of `jax.nn.dot_product_attention`.
   """
   if implementation == 'cudnn':
     return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation='cudnn')
