@@ -2,16 +2,22 @@
 
   python -m experiments.bench_step
   python -m experiments.bench_step --methods=lora,qlora --batch_size=4 --seq_len=512 --json
+  python -m experiments.bench_step --methods=lora --beside='path/to/python interop/bench_peft.py --turns'
 
 Every method runs its own config from configs/, on full rows of random tokens. Bytes are what the compiled
 program says of itself (arguments, temporaries); seconds are medians over steps taken in turn, one method
 after the other, so that a busy machine slows all of them alike. A field is overridden for every method by
 --override=field=value, for instance --override=precision.compute=float32.
+
+--beside starts another program that takes its steps in the same turns: for every line that it reads it does a
+step and prints the seconds.
 """
 
 import importlib
 import json
+import shlex
 import statistics
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +39,7 @@ _STEPS = flags.DEFINE_integer('steps', 5, 'Timed steps of each method; 0 only co
 _OVERRIDE = flags.DEFINE_multi_string(
   'override', [], 'field=value for every config; may be given several times.'
 )
+_BESIDE = flags.DEFINE_string('beside', None, 'Command of another program that takes steps in the same turns.')
 _JSON = flags.DEFINE_bool('json', False, 'End with one line of JSON: results by method.')
 
 
@@ -70,8 +77,10 @@ def main(argv: list[str]) -> int:
     }
     running[name] = [compiled, state, frozen, batch, key, run.mesh]
     del trainable, state, frozen
-  _time(running, measured)
+  beside = _time(running, measured)
   print(_table(measured))
+  for name, m in measured.items() if beside else ():
+    print(f'beside: {beside:.2f} s a step, {beside / m["step_seconds"]:.2f} x {name}')
   if _JSON.value:
     print(json.dumps(measured))
   return 0
@@ -124,27 +133,50 @@ def _full_rows(run: train.Run) -> dict[str, np.ndarray]:
   }
 
 
-def _time(running: dict[str, list[Any]], measured: dict[str, dict[str, Any]]) -> None:
+def _time(running: dict[str, list[Any]], measured: dict[str, dict[str, Any]]) -> float | None:
+  """Adds the seconds of a step of each method; returns those of the program beside, if there is one."""
   rounds = _STEPS.value + 1 if _STEPS.value else 0  # the first round warms up
   seconds: dict[str, list[float]] = {name: [] for name in running}
-  with Bar('steps', rounds * len(running)) as bar:
-    for index in range(rounds * len(running)):
-      name = list(running)[index % len(running)]
-      compiled, state, frozen, batch, key, mesh = running[name]
-      with jax.set_mesh(mesh):
-        start = time.perf_counter()
-        state, metrics = jax.block_until_ready(compiled.call(state, frozen, batch, key))
-        elapsed = time.perf_counter() - start
-      if not np.isfinite(metrics.loss):
-        raise RuntimeError(f'{name}: the loss of a timed step is {metrics.loss}')
-      running[name][1] = state
-      if index >= len(running):
+  if _BESIDE.value and rounds:
+    seconds[_BESIDE.value] = []
+    other = subprocess.Popen(
+      shlex.split(_BESIDE.value), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+  with Bar('steps', rounds * len(seconds)) as bar:
+    for index in range(rounds * len(seconds)):
+      name = list(seconds)[index % len(seconds)]
+      elapsed = _our_step(running[name], name) if name in running else _their_step(other)
+      if index >= len(seconds):
         seconds[name].append(elapsed)
       bar.advance(index + 1, f'{name} {elapsed:.2f} s')
-  for name, values in seconds.items():
-    if values:
-      measured[name]['step_seconds'] = statistics.median(values)
-      measured[name]['step_seconds_all'] = values
+  for name in running if rounds else ():
+    measured[name]['step_seconds'] = statistics.median(seconds[name])
+    measured[name]['step_seconds_all'] = seconds[name]
+  if _BESIDE.value not in seconds:
+    return None
+  other.communicate()
+  return statistics.median(seconds[_BESIDE.value])
+
+
+def _our_step(running: list[Any], name: str) -> float:
+  compiled, state, frozen, batch, key, mesh = running
+  with jax.set_mesh(mesh):
+    start = time.perf_counter()
+    state, metrics = jax.block_until_ready(compiled.call(state, frozen, batch, key))
+    elapsed = time.perf_counter() - start
+  if not np.isfinite(metrics.loss):
+    raise RuntimeError(f'{name}: the loss of a timed step is {metrics.loss}')
+  running[1] = state
+  return elapsed
+
+
+def _their_step(other: subprocess.Popen[str]) -> float:
+  assert other.stdin and other.stdout
+  try:
+    print(file=other.stdin, flush=True)
+    return float(other.stdout.readline())
+  except (BrokenPipeError, ValueError):
+    raise UserError('--beside: the program did not answer a line with the seconds of a step') from None
 
 
 def _table(measured: dict[str, dict[str, Any]]) -> str:

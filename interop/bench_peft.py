@@ -1,12 +1,15 @@
 """Seconds a step and peak memory of LoRA with PEFT, in the shapes of SmolLM2-135M with random weights.
 
   python interop/bench_peft.py [--json] [--steps=N] [--checkpointing] [--adapters=bfloat16]
+  python -m experiments.bench_step --methods=lora --beside='path/to/python interop/bench_peft.py --turns'
 
 Rank 16 on all seven projections, a bfloat16 base, 8 rows of 256 tokens that are all trained on, AdamW on the
 adapters. They are float32 by default under autocast to bfloat16, which is what transformers' Trainer makes of
 `bf16=True`. Peak memory is that of the process on a CPU, that of torch's allocator on a GPU. Needs torch,
 transformers and peft only. Measure on an idle machine: torch's threads wait for each other at each product,
-and another busy process can multiply the time by ten.
+and another busy process can multiply the time by ten. With --turns each line of standard input is a step, and
+its seconds are a line of the output: two programs can take steps in turn, and a machine whose speed drifts
+slows both.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import json
 import os
 import resource
 import statistics
+import sys
 import time
 
 import peft
@@ -62,13 +66,15 @@ def measure(options: argparse.Namespace) -> dict[str, str | float]:
     return loss.item()  # waits for the device, too
 
   seconds = []
-  for index in range(options.warmup + options.steps):
+  turns = sys.stdin if options.turns else range(options.warmup + options.steps)
+  for index, _ in enumerate(turns):
     start = time.perf_counter()
     step()
-    if index >= options.warmup:
-      seconds.append(time.perf_counter() - start)
+    seconds.append(time.perf_counter() - start)
+    if options.turns:
+      print(seconds[-1], flush=True)
   return dict(
-    program='peft', dtype='bfloat16', step_seconds=statistics.median(seconds),
+    program='peft', dtype='bfloat16', step_seconds=statistics.median(seconds[options.warmup:]),
     peak_memory_bytes=peak_memory_bytes(device),
   )
 
@@ -81,9 +87,12 @@ def main() -> None:
   parser.add_argument('--length', type=int, default=256, help='tokens a row')
   parser.add_argument('--checkpointing', action='store_true', help='compute activations again when needed')
   parser.add_argument('--adapters', choices=['float32', 'bfloat16'], default='float32')
+  parser.add_argument('--turns', action='store_true', help='a step for each line of standard input')
   parser.add_argument('--json', action='store_true', help='print one line of JSON instead')
   options = parser.parse_args()
   found = measure(options)
+  if options.turns:
+    return
   if options.json:
     print(json.dumps(found))
   else:
