@@ -154,8 +154,8 @@ class Method:
     return jax.eval_shape(make, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 
   def _stored(self, path: str, shape: tuple[int, ...], kind: str, read: Reader) -> Any:
-    # Norms, biases and embeddings rest plain; only a stack of matrices is ever packed.
-    if kind in (PARAM, 'float32') or len(shape) < 3:
+    # Norms and biases rest plain, vectors of a layer as they are.
+    if kind in (PARAM, 'float32') or len(shape) - path.startswith('layers/') < 2:
       dtype = self.numerics.policy.param if kind == PARAM else jnp.dtype(kind)
       return jnp.asarray(_stack(path, shape, lambda w: _checked(w, path, dtype), read))
     scheme = parse_scheme(kind)

@@ -174,8 +174,8 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
 
   `dot` is the door for layers; this is for a caller that goes on in the accumulator's dtype.
   """
-  if transposed and isinstance(w, QTensor):
-    # Blocks lie along the inputs of a projection; a tied embedding is stored plain.
+  if transposed and isinstance(w, QTensor) and not w.scheme.numbers.is_float:
+    # Blocks lie along the inputs of a projection.
     raise NotImplementedError(
       'a transposed product with a quantized weight is not implemented; keep it plain'
     )
@@ -183,6 +183,50 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
   if w.ndim != 2 or x.shape[-1] != inputs:
     raise ValueError(f'x {x.shape} and w {w.shape}{" transposed" if transposed else ""} do not contract')
   return _matmul(x, w, policy, transposed)
+
+
+def slice_of(w: Weight, start: jax.Array, size: int, axis: int) -> Weight:
+  """`size` rows (axis 0) or columns (axis 1) of a plain or 16-bit w [K, N] from a traced `start`.
+
+  Plain half precision is sliced as integers: XLA's CPU backend would widen the whole of it before a loop.
+  """
+  if isinstance(w, QTensor):
+    if not w.scheme.numbers.is_float:
+      raise NotImplementedError('only weights in 16-bit floats are sliced; blocks may straddle a slice')
+    codes = jax.lax.dynamic_slice_in_dim(w.codes, start, size, axis)
+    return dataclasses.replace(w, codes=codes, inputs=codes.shape[0])
+  if w.dtype.itemsize != 2:
+    return jax.lax.dynamic_slice_in_dim(w, start, size, axis)
+  bits = jax.lax.bitcast_convert_type(w, jnp.uint16)
+  return jax.lax.bitcast_convert_type(jax.lax.dynamic_slice_in_dim(bits, start, size, axis), w.dtype)
+
+
+@jax.custom_vjp
+def take_rows(w: Weight, rows: jax.Array) -> jax.Array:
+  """The rows of a plain or 16-bit w [V, D] at int `rows` [...] as [..., D], in the dtype of w.
+
+  A gradient is summed in float32, however often a row is taken. Half precision is gathered as integers, for
+  the reason given at `slice_of`.
+  """
+  if isinstance(w, QTensor):
+    return dequantize(dataclasses.replace(w, codes=w.codes[rows]), jnp.dtype(w.scheme.numbers.name))
+  if w.dtype.itemsize != 2:
+    return w[rows]
+  return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(w, jnp.uint16)[rows], w.dtype)
+
+
+def _take_rows_fwd(w: Weight, rows: jax.Array) -> tuple[jax.Array, Any]:
+  return take_rows(w, rows), (w, rows)
+
+
+def _take_rows_bwd(residual: Any, g: jax.Array) -> tuple[Any, None]:
+  w, rows = residual
+  if isinstance(w, QTensor):
+    return None, None
+  return jnp.zeros(w.shape, jnp.float32).at[rows].add(g.astype(jnp.float32)).astype(w.dtype), None
+
+
+take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -57,8 +57,9 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-# The name under which a remat policy may keep what attention returns.
+# The names under which a remat policy may keep what attention and projections return.
 ATTENTION_OUT = 'attention_out'
+PROJECTION_OUT = 'projection_out'
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -104,7 +105,8 @@ class Projection(nn.Module):
     adapter = self.get_variable('lora', 'kernel') if self.has_variable('lora', 'kernel') else None
     bias = self.param('bias', nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
     drops = adapter is not None and adapter.dropout > 0 and self.has_rng('dropout')
-    return ops.dot(x, kernel, self.numerics, adapter, bias, self.make_rng('dropout') if drops else None)
+    y = ops.dot(x, kernel, self.numerics, adapter, bias, self.make_rng('dropout') if drops else None)
+    return _named(y, PROJECTION_OUT)
 
 
 class Norm(nn.Module):

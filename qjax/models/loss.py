@@ -1,8 +1,10 @@
 """Cross-entropy in float32 over vocabulary chunks, so that a batch's full logits never exist.
 
 Forward: one pass over the chunks keeps a running maximum and sum (online log-sum-exp), the target's logit
-and the largest logit. Backward: each chunk's logits are computed again from the hidden states, turned into
-softmax − one-hot, and multiplied back. The whole [tokens, vocab] matrix would be 402 MB in float32 for
+and the largest logit. The gradient of a hidden state is Σ p(v)·head[v] − head[target]; if the head is frozen that
+sum runs along in the forward pass, rescaled as the maximum moves, as attention does with its values
+(Dao et al. 2022, "FlashAttention"), and the backward pass multiplies nothing. If the head is trained, each
+chunk's logits are computed again, turned into softmax − one-hot, and multiplied both ways. The whole [tokens, vocab] matrix would be 402 MB in float32 for
 2,048 tokens and 49,152 words; a chunk of 4,096 is 34 MB.
 """
 
@@ -15,8 +17,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from qjax.models.transformer import Transformer, head_of
-from qjax.ops import matmul
+from qjax.ops import Weight, matmul, slice_of, take_rows
 from qjax.precision import Policy
+from qjax.quant.qtensor import QTensor
 
 Batch = Mapping[str, jax.Array]
 
@@ -41,16 +44,12 @@ def _chunks(vocab: int, chunk: int) -> tuple[int, int]:
 
 
 def _chunk_logits(
-  hidden: jax.Array, head: jax.Array, transposed: bool, policy: Policy, index: jax.Array, size: int
-) -> Any:
+  hidden: jax.Array, head: Weight, transposed: bool, policy: Policy, index: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array, Weight]:
   """One chunk: logits [tokens, size], overlapping columns at −inf; word ids; start; the head's part."""
-  vocab = head.shape[0] if transposed else head.shape[1]
-  start = jnp.minimum(index * size, vocab - size)
-  # Half precision is sliced as integers: XLA's CPU backend would widen the whole head before the loop.
-  is_half = head.dtype.itemsize == 2
-  bits = jax.lax.bitcast_convert_type(head, jnp.uint16) if is_half else head
-  part = jax.lax.dynamic_slice_in_dim(bits, start, size, axis=0 if transposed else 1)
-  part = jax.lax.bitcast_convert_type(part, head.dtype) if is_half else part
+  axis = 0 if transposed else 1
+  start = jnp.minimum(index * size, head.shape[axis] - size)
+  part = slice_of(head, start, size, axis)
   words = start + jnp.arange(size)
   logits = matmul(hidden, part, policy, transposed).astype(policy.output).astype(jnp.float32)
   return jnp.where(words >= index * size, logits, -jnp.inf), words, start, part
@@ -58,48 +57,80 @@ def _chunk_logits(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _losses(
-  hidden: jax.Array, head: jax.Array, targets: jax.Array, transposed: bool, policy: Policy, chunk: int
+  hidden: jax.Array, head: Weight, targets: jax.Array, transposed: bool, policy: Policy, chunk: int
 ) -> TokenLosses:
-  return _forward(hidden, head, targets, transposed, policy, chunk)[0]
+  return _forward(hidden, head, targets, transposed, policy, chunk, False)[0]
+
+
+class _Residual(NamedTuple):
+  """Per token, float32: log Σ exp(logit); the share 1 − p(target); Σ p(v)·head[v] over v ≠ target, or None."""
+
+  log_total: jax.Array
+  share: jax.Array
+  pull: jax.Array | None
 
 
 def _forward(
-  hidden: jax.Array, head: jax.Array, targets: jax.Array, transposed: bool, policy: Policy, chunk: int
-) -> tuple[TokenLosses, jax.Array]:
+  hidden: jax.Array,
+  head: Weight,
+  targets: jax.Array,
+  transposed: bool,
+  policy: Policy,
+  chunk: int,
+  with_pull: bool,
+) -> tuple[TokenLosses, _Residual]:
   count, size = _chunks(head.shape[0 if transposed else 1], chunk)
 
   def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
-    largest, total, target, rival = carry
-    logits, words, _, _ = _chunk_logits(hidden, head, transposed, policy, index, size)
+    largest, others, target, rival, pull = carry
+    logits, words, _, part = _chunk_logits(hidden, head, transposed, policy, index, size)
     new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
-    total = total * jnp.exp(largest - new_largest) + jnp.sum(jnp.exp(logits - new_largest[:, None]), axis=-1)
     is_target = (words[None, :] == targets[:, None]) & (words >= index * size)[None, :]
+    # The target stays out: beside p(target) near 1 the rest would drown in rounding.
+    share = jnp.where(is_target, 0, jnp.exp(logits - new_largest[:, None]))
+    shrink = jnp.exp(largest - new_largest)
+    others = others * shrink + jnp.sum(share, axis=-1)
     target = target + jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     rival = jnp.maximum(rival, jnp.max(jnp.where(is_target, -jnp.inf, logits), axis=-1))
-    return (new_largest, total, target, rival), None
+    if pull is not None:
+      pull = pull * shrink[:, None] + matmul(share, part, policy, not transposed).astype(jnp.float32)
+    return (new_largest, others, target, rival, pull), None
 
   zeros = jnp.zeros(targets.shape, jnp.float32)
   # Not −inf: of a first chunk without a possible word, −inf − (−inf) would be NaN.
   lowest = jnp.full(targets.shape, jnp.finfo(jnp.float32).min)
-  start = (lowest, zeros, zeros, lowest)
-  (largest, total, target, rival), _ = jax.lax.scan(body, start, jnp.arange(count))
+  start = (lowest, zeros, zeros, lowest, jnp.zeros(hidden.shape, jnp.float32) if with_pull else None)
+  (largest, others, target, rival, pull), _ = jax.lax.scan(body, start, jnp.arange(count))
+  total = others + jnp.exp(target - largest)
   log_total = largest + jnp.log(total)
-  return TokenLosses(log_total - target, (target > rival).astype(jnp.float32)), log_total
+  losses = TokenLosses(log_total - target, (target > rival).astype(jnp.float32))
+  return losses, _Residual(log_total, others / total, None if pull is None else pull / total[:, None])
 
 
 def _losses_fwd(
   hidden: Any, head: Any, targets: Any, transposed: bool, policy: Policy, chunk: int
 ) -> tuple[TokenLosses, Any]:
-  losses, log_total = _forward(hidden.value, head.value, targets.value, transposed, policy, chunk)
-  return losses, (hidden.value, head.value, targets.value, log_total, None if head.perturbed is False else ())
+  weight = jax.tree.map(lambda p: p.value, head, is_leaf=lambda p: hasattr(p, 'perturbed'))
+  is_trained = not isinstance(weight, QTensor) and head.perturbed
+  losses, residual = _forward(
+    hidden.value, weight, targets.value, transposed, policy, chunk, hidden.perturbed and not is_trained
+  )
+  return losses, (hidden.value, weight, targets.value, residual, () if is_trained else None)
 
 
 def _losses_bwd(
   transposed: bool, policy: Policy, chunk: int, residual: Any, g: TokenLosses
 ) -> tuple[Any, Any, None]:
-  hidden, head, targets, log_total, is_trained = residual
+  hidden, head, targets, found, is_trained = residual
   if isinstance(g.nll, SymbolicZero):
     return None, None, None
+  if is_trained is None:
+    if found.pull is None:
+      return None, None, None
+    columns = head if transposed else jax.tree.map(jnp.transpose, head)
+    push = take_rows(columns, targets).astype(policy.compute).astype(jnp.float32)
+    d_hidden = g.nll[:, None] * (found.pull - found.share[:, None] * push)
+    return d_hidden.astype(hidden.dtype), None, None
   axis = 0 if transposed else 1
   count, size = _chunks(head.shape[axis], chunk)
   # Gradients accumulate over chunks in float32 whatever the dtypes of the operands.
@@ -109,29 +140,24 @@ def _losses_bwd(
     d_hidden, d_head = carry
     logits, words, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
     is_target = words[None, :] == targets[:, None]
-    d_logits = (jnp.exp(logits - log_total[:, None]) - is_target.astype(jnp.float32)) * g.nll[:, None]
+    d_logits = (jnp.exp(logits - found.log_total[:, None]) - is_target.astype(jnp.float32)) * g.nll[:, None]
     d_logits = jnp.where(words >= index * size, d_logits, 0)
-    if d_head is None:
-      (d_x,) = jax.vjp(lambda x: matmul(x, part, policy, transposed), wide)[1](d_logits)
-    else:
-      product = jax.vjp(lambda x, w: matmul(x, w, policy, transposed), wide, part.astype(jnp.float32))[1]
-      d_x, d_part = product(d_logits)
-      before = jax.lax.dynamic_slice_in_dim(d_head, start, size, axis)
-      d_head = jax.lax.dynamic_update_slice_in_dim(d_head, before + d_part, start, axis)
+    product = jax.vjp(lambda x, w: matmul(x, w, policy, transposed), wide, part.astype(jnp.float32))[1]
+    d_x, d_part = product(d_logits)
+    before = jax.lax.dynamic_slice_in_dim(d_head, start, size, axis)
+    d_head = jax.lax.dynamic_update_slice_in_dim(d_head, before + d_part, start, axis)
     return (d_hidden + d_x, d_head), None
 
-  d_head = None if is_trained is None else jnp.zeros(head.shape, jnp.float32)
-  (d_hidden, d_head), _ = jax.lax.scan(
-    body, (jnp.zeros(hidden.shape, jnp.float32), d_head), jnp.arange(count)
-  )
-  return d_hidden.astype(hidden.dtype), None if d_head is None else d_head.astype(head.dtype), None
+  start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32))
+  (d_hidden, d_head), _ = jax.lax.scan(body, start, jnp.arange(count))
+  return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd, symbolic_zeros=True)
 
 
 def token_losses(
-  hidden: jax.Array, head: jax.Array, targets: jax.Array, policy: Policy, transposed: bool, chunk: int = 4096
+  hidden: jax.Array, head: Weight, targets: jax.Array, policy: Policy, transposed: bool, chunk: int = 4096
 ) -> TokenLosses:
   """Negative log-likelihood and correctness of every target.
 

@@ -10,19 +10,21 @@ import jax.numpy as jnp
 from qjax.errors import UserError, nearest
 from qjax.models.attention import AttentionKernel, attention_mask
 from qjax.models.config import ModelConfig
-from qjax.models.layers import ATTENTION_OUT, Attention, GatedMLP, Norm, rotary_table
-from qjax.ops import Numerics, matmul
+from qjax.models.layers import ATTENTION_OUT, PROJECTION_OUT, Attention, GatedMLP, Norm, rotary_table
+from qjax.ops import Numerics, Weight, matmul, take_rows
 from qjax.precision import policy
 from qjax.sharding import BATCH_AXES, constrain
 
 Tree = Any
 
 # What the backward pass finds saved of a layer: nothing but its input ('full'), what attention returned too,
-# or every product.
+# what attention and projections returned in the compute dtype ('projections'), or every product as it was
+# accumulated.
 REMAT: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
   'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
+  'projections': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, PROJECTION_OUT),
   'dots': jax.checkpoint_policies.checkpoint_dots,
   'dots_no_batch': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
 }
@@ -76,7 +78,7 @@ class Transformer(nn.Module):
     """
     c = self.config
     embedding = Embedding(c, name='embed')()
-    x = embedding.astype(self.numerics.policy.compute)[tokens]
+    x = take_rows(embedding, tokens).astype(self.numerics.policy.compute)
     if c.embed_scale != 1:
       x = x * jnp.asarray(c.embed_scale, x.dtype)
     x = constrain(x, BATCH_AXES, None, None)
@@ -103,12 +105,14 @@ class Transformer(nn.Module):
 
 
 class Embedding(nn.Module):
-  """The table [vocab_size, d_model]."""
+  """The table [vocab_size, d_model], plain or in 16-bit floats."""
 
   config: ModelConfig
 
   @nn.compact
-  def __call__(self) -> jax.Array:
+  def __call__(self) -> Weight:
+    if self.has_variable('params', 'embedding'):  # looked up, not declared, as in `Projection`
+      return self.get_variable('params', 'embedding')
     shape = (self.config.vocab_size, self.config.d_model)
     return self.param('embedding', nn.initializers.normal(self.config.d_model**-0.5), shape, jnp.float32)
 
@@ -124,7 +128,7 @@ class Head(nn.Module):
     self.param('kernel', nn.initializers.lecun_normal(), shape, jnp.float32)
 
 
-def head_of(config: ModelConfig, params: Tree) -> tuple[jax.Array, bool]:
+def head_of(config: ModelConfig, params: Tree) -> tuple[Weight, bool]:
   """The output projection and whether it is stored transposed ([vocab, d_model], the tied embedding)."""
   return (params['embed']['embedding'], True) if config.tie_embeddings else (params['head']['kernel'], False)
 
