@@ -4,7 +4,6 @@ Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads,
 """
 
 import math
-from functools import partial
 
 import flax.linen as nn
 import jax
@@ -62,29 +61,32 @@ ATTENTION_OUT = 'attention_out'
 PROJECTION_OUT = 'projection_out'
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def as_bits(x: jax.Array) -> jax.Array:
+  """Half precision as its bits: XLA's CPU backend would stack it over layers in float32."""
+  return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+@jax.custom_vjp
+def from_bits(bits: jax.Array, x: jax.Array) -> jax.Array:
+  """x, read from its bits; no gradient passes through integers, so it goes to x, whose values nothing reads."""
+  return bits if bits.dtype == x.dtype else jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def _from_bits_fwd(bits: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+  return from_bits(bits, x), None
+
+
+def _from_bits_bwd(residual: None, g: jax.Array) -> tuple[None, jax.Array]:
+  del residual
+  return None, g
+
+
+from_bits.defvjp(_from_bits_fwd, _from_bits_bwd)
+
+
 def _named(x: jax.Array, name: str) -> jax.Array:
-  """x, which a remat policy may keep under `name`.
-
-  Half precision is kept as its bits, because XLA's CPU backend would stack it over layers in float32. No
-  gradient passes through integers by itself, hence the rule: the cotangent goes through unchanged.
-  """
-  if x.dtype.itemsize != 2:
-    return checkpoint_name(x, name)
-  bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), name)
-  return jax.lax.bitcast_convert_type(bits, x.dtype)
-
-
-def _named_fwd(x: jax.Array, name: str) -> tuple[jax.Array, None]:
-  return _named.__wrapped__(x, name), None  # type: ignore[attr-defined]
-
-
-def _named_bwd(name: str, residual: None, g: jax.Array) -> tuple[jax.Array]:
-  del name, residual
-  return (g,)
-
-
-_named.defvjp(_named_fwd, _named_bwd)
+  """x, which a remat policy may keep under `name`, as bits if it is half precision."""
+  return from_bits(checkpoint_name(as_bits(x), name), x)
 
 
 class Projection(nn.Module):

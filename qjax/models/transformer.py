@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from qjax.errors import UserError, nearest
 from qjax.models.attention import AttentionKernel, attention_mask
 from qjax.models.config import ModelConfig
-from qjax.models.layers import ATTENTION_OUT, PROJECTION_OUT, Attention, GatedMLP, Norm, rotary_table
+from qjax.models.layers import ATTENTION_OUT, PROJECTION_OUT, Attention, GatedMLP, Norm, as_bits, from_bits, rotary_table
 from qjax.ops import Numerics, Weight, matmul, take_rows
 from qjax.precision import policy
 from qjax.sharding import BATCH_AXES, constrain
@@ -36,17 +36,29 @@ class Block(nn.Module):
   config: ModelConfig
   numerics: Numerics
   kernel: AttentionKernel
+  remat: str
 
   @nn.compact
   def __call__(
     self, x: jax.Array, table: tuple[jax.Array, jax.Array], mask: jax.Array
   ) -> tuple[jax.Array, None]:
-    c = self.config
-    y = Norm(c.rms_eps, c.norm_offset, name='attn_norm')(x)
-    x = x + Attention(c, self.numerics, self.kernel, name='attn')(y, table, mask)
-    y = Norm(c.rms_eps, c.norm_offset, name='mlp_norm')(x)
-    x = x + GatedMLP(c, self.numerics, name='mlp')(y)
-    return constrain(x, BATCH_AXES, None, None), None
+    if self.remat == 'none':
+      return _layer(self, None, x, table, mask), None
+    layer = nn.remat(_layer, policy=REMAT[self.remat], prevent_cse=False)
+    return layer(self, as_bits(x), x, table, mask), None
+
+
+def _layer(
+  block: Block, bits: jax.Array | None, x: jax.Array, table: tuple[jax.Array, jax.Array], mask: jax.Array
+) -> jax.Array:
+  """What the block computes. With `bits` those are kept for the backward pass in the place of x."""
+  c = block.config
+  x = x if bits is None else from_bits(bits, x)
+  y = Norm(c.rms_eps, c.norm_offset, name='attn_norm')(x)
+  x = x + Attention(c, block.numerics, block.kernel, name='attn')(y, table, mask)
+  y = Norm(c.rms_eps, c.norm_offset, name='mlp_norm')(x)
+  x = x + GatedMLP(c, block.numerics, name='mlp')(y)
+  return constrain(x, BATCH_AXES, None, None)
 
 
 class Transformer(nn.Module):
@@ -82,16 +94,13 @@ class Transformer(nn.Module):
     if c.embed_scale != 1:
       x = x * jnp.asarray(c.embed_scale, x.dtype)
     x = constrain(x, BATCH_AXES, None, None)
-    block = Block
-    if self.remat != 'none':
-      block = nn.remat(Block, policy=REMAT[self.remat], prevent_cse=False)
     layers = nn.scan(
-      block,
+      Block,
       variable_axes={'params': 0, 'lora': 0},
       split_rngs={'params': True, 'dropout': True},
       in_axes=(nn.broadcast, nn.broadcast),
       length=c.num_layers,
-    )(c, self.numerics, self.kernel, name='layers')
+    )(c, self.numerics, self.kernel, self.remat, name='layers')
     x, _ = layers(x, rotary_table(c, positions), attention_mask(segments, c.sliding_window))
     x = Norm(c.rms_eps, c.norm_offset, name='final_norm')(x)
     if not c.tie_embeddings and self.is_initializing():
