@@ -17,5 +17,7 @@ def get_config() -> ConfigDict:
   config.method = 'full'
   config.precision.param = 'bfloat16'
   config.precision.rounding = 'stochastic'
+  # Memory is what weights, moments and gradients take; a second sum of gradients would add to it.
+  config.micro_batch = config.batch_size
   config.optimizer.learning_rate = 1e-4
   return config

@@ -12,7 +12,7 @@ def base() -> ConfigDict:
   config.seed = 0  # data order, adapters, dropout, stochastic rounding
   config.num_steps = 20
   config.batch_size = 8  # rows a step, over all devices
-  config.accumulate = 1  # micro-batches a step; must divide batch_size
+  config.micro_batch = 2  # most rows that a device takes at a time; their gradients add up to the batch's
   config.eval_every = 10  # steps; there is also an evaluation before and after
   config.checkpoint_every = 10  # steps; the newest and the best are kept
   config.max_skips = 50  # give up after so many steps in a row without a finite gradient
@@ -20,11 +20,11 @@ def base() -> ConfigDict:
 
   config.model = ConfigDict()
   config.model.path = 'embedded'  # or a .gguf file, or a Hugging Face directory
-  # What is kept of a layer for the backward pass: full remat (nothing) | attention | dots | dots_no_batch |
-  # none (everything).
-  config.model.remat = 'attention'
+  # What is kept of a layer for the backward pass: full remat (nothing) | attention | projections | dots |
+  # dots_no_batch | none (everything).
+  config.model.remat = 'projections'
   config.model.attention = 'auto'  # auto | xla | cudnn
-  config.model.loss_chunk = 4096  # words of the vocabulary whose logits exist at a time
+  config.model.loss_chunk = 8192  # words of the vocabulary whose logits exist at a time
 
   config.data = ConfigDict()
   config.data.path = 'construction_faq'  # or a .jsonl file

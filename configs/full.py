@@ -12,5 +12,7 @@ def get_config() -> ConfigDict:
   config = common.base()
   config.name = 'full'
   config.method = 'full'
+  # Memory is what weights, moments and gradients take; a second sum of gradients would add to it.
+  config.micro_batch = config.batch_size
   config.optimizer.learning_rate = 1e-4
   return config

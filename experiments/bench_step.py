@@ -39,7 +39,7 @@ _STEPS = flags.DEFINE_integer('steps', 5, 'Timed steps of each method; 0 only co
 _OVERRIDE = flags.DEFINE_multi_string(
   'override', [], 'field=value for every config; may be given several times.'
 )
-_BESIDE = flags.DEFINE_string('beside', None, 'Command of another program that takes steps in the same turns.')
+_BESIDE = flags.DEFINE_string('beside', None, 'Command of a program that takes steps in the same turns.')
 _JSON = flags.DEFINE_bool('json', False, 'End with one line of JSON: results by method.')
 
 

@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, str | float]:
 
   seconds = []
   turns = sys.stdin if options.turns else range(options.warmup + options.steps)
-  for index, _ in enumerate(turns):
+  for _turn in turns:
     start = time.perf_counter()
     step()
     seconds.append(time.perf_counter() - start)

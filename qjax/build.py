@@ -111,7 +111,7 @@ class Fields:
   seed: int
   num_steps: int
   batch_size: int
-  accumulate: int
+  micro_batch: int
   eval_every: int
   checkpoint_every: int
   max_skips: int
@@ -188,13 +188,9 @@ def read(config: ConfigDict) -> Fields:
     UserError: naming the field.
   """
   fields = fields_from(Fields, json_ready(config.to_dict()))
-  for name in ('num_steps', 'batch_size', 'accumulate', 'eval_every', 'checkpoint_every', 'max_skips'):
+  for name in ('num_steps', 'batch_size', 'micro_batch', 'eval_every', 'checkpoint_every', 'max_skips'):
     if getattr(fields, name) < 1:
       raise UserError(f'config.{name} = {getattr(fields, name)} must be at least 1')
-  if fields.batch_size % fields.accumulate:
-    raise UserError(
-        f'config.batch_size = {fields.batch_size} does not divide into accumulate = {fields.accumulate} parts'
-    )
   if not 0 < fields.data.held_out < 1:
     raise UserError(f'config.data.held_out = {fields.data.held_out} must lie between 0 and 1, such as 0.2')
   if fields.model.loss_chunk < 1:
@@ -300,11 +296,13 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
   spec = pipeline.DataSpec(fields.batch_size, d.seq_len, fields.seed, d.pack, d.template, d.too_long)  # type: ignore[arg-type]
   mesh = sharding.make_mesh(sharding.MeshSpec(fields.mesh.data, fields.mesh.fsdp, fields.mesh.tensor))
   shards = mesh.shape['data'] * mesh.shape['fsdp']
-  if fields.batch_size // fields.accumulate % shards:
+  rows, left = divmod(fields.batch_size, shards)
+  if left:
     raise UserError(
-        f'config: {fields.batch_size} rows in {fields.accumulate} micro-batches do not divide over'
-        f' data × fsdp = {shards}'
+        f'config.batch_size = {fields.batch_size} does not divide over data × fsdp = {shards} devices; '
+        f'{max(rows, 1) * shards} would'
     )
+  at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
   source = load_source(fields.model.path)
   shapes = parameter_shapes(source.config)
   method.plan(shapes)
@@ -315,7 +313,7 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
   dataset = pipeline.load(d.path, source.require_tokenizer(), spec, d.held_out, fields.seed, d.eval_path)
   loop = train.Loop(
       fields.num_steps,
-      fields.accumulate,
+      rows // at_a_time,
       fields.eval_every,
       fields.checkpoint_every,
       fields.max_skips,

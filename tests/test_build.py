@@ -50,7 +50,7 @@ def changed(**more: Any) -> ConfigDict:
     ({'lora__alpha': float('inf')}, 'config.lora.alpha = inf must be a finite number'),
     ({'optimizer__learning_rate': float('nan')}, 'optimizer.learning_rate = nan must be a finite number'),
     ({'precision__loss_scale_initial': 1e300}, 'loss_scale_initial = 1e.300 is beyond float32'),
-    ({'accumulate': 3}, 'does not divide'),
+    ({'micro_batch': 0}, 'must be at least 1'),
     ({'data__held_out': 0.0}, 'config.data.held_out'),
     ({'seed': -1}, 'config.seed = -1'),
     ({'model__loss_chunk': 0}, 'config.model.loss_chunk'),
@@ -95,7 +95,7 @@ def test_a_field_that_may_be_none_still_has_a_type():
     ({'precision__loss_scale': 'dynamc'}, "did you mean 'dynamic'"),
     ({'data__seq_len': 65}, 'exceeds the context 64'),
     ({'data__seq_len': 0}, 'seq_len'),
-    ({'mesh__data': 3, 'batch_size': 4}, 'do not divide over data × fsdp = 3'),
+    ({'mesh__data': 3, 'batch_size': 4}, 'does not divide over data × fsdp = 3 devices; 3 would'),
     ({'mesh__data': -1, 'mesh__fsdp': -1}, 'one of them may be -1'),
     ({'mesh__data': 16, 'batch_size': 16}, 'needs 16 devices; 8 are visible'),
     ({'model__path': '/nowhere/at/all'}, 'there is no model at /nowhere/at/all'),
@@ -161,3 +161,14 @@ def test_building_reads_no_weight(directory: Path, monkeypatch: pytest.MonkeyPat
 
   monkeypatch.setattr(Source, '_load', lambda *_: pytest.fail('a weight was read'))
   small.run(directory, 'qlora')
+
+
+@pytest.mark.parametrize(
+  ('batch_size', 'micro_batch', 'data', 'parts'),
+  [(8, 8, 1, 1), (8, 9, 1, 1), (8, 2, 1, 4), (8, 3, 1, 4), (8, 2, 4, 1), (7, 2, 1, 7), (6, 4, 1, 2)],
+)
+def test_a_device_takes_at_most_a_micro_batch_at_a_time(
+  batch_size: int, micro_batch: int, data: int, parts: int, directory: Path
+) -> None:
+  run = small.run(directory, batch_size=batch_size, micro_batch=micro_batch, mesh__data=data)
+  assert run.loop.accumulate == parts

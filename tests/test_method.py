@@ -60,12 +60,11 @@ def test_lora_moves_adapters_over_a_base_at_rest():
     leaf = rests[f'params/{path}']
     if path.endswith('scale'):
       assert leaf.dtype == jnp.float32
-    elif path in KERNELS:
-      # Half precision rests as integers, whose bits are exactly the rounded weight.
-      wanted = jnp.stack([jnp.asarray(weight(path, i), jnp.bfloat16) for i in range(2)])
-      np.testing.assert_array_equal(dequantize(leaf, jnp.dtype('bfloat16')), wanted)
     else:
-      assert leaf.dtype == jnp.bfloat16
+      # Half precision rests as integers, whose bits are exactly the rounded weight.
+      layers = [jnp.asarray(weight(path, i), jnp.bfloat16) for i in range(2)]
+      wanted = jnp.stack(layers) if path in KERNELS else jnp.asarray(weight(path, None), jnp.bfloat16)
+      np.testing.assert_array_equal(dequantize(leaf, jnp.dtype('bfloat16')), wanted)
 
 
 @pytest.mark.parametrize('scheme', ['nf4:block=32,dq', 'int4:block=32,asym', 'int8', 'int8:axis=tensor'])

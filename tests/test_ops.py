@@ -209,7 +209,9 @@ def _loss(x, w, adapter=None):
 def test_no_gradient_of_a_frozen_weight_is_formed(storage):
   x, _, w, adapter, _ = _arguments('float32', (5,), storage)
   # Forward [5, N], then dx [5, K], and nothing of the weight's shape.
-  assert sorted(_products(jax.grad(_loss), x, w)) == [(5, N), (5, K)]
+  found = _products(jax.grad(_loss), x, w)
+  assert sorted(shape for shape in found if shape[0] == 5) == [(5, N), (5, K)]
+  assert (K, N) not in found and (N, K) not in found
   trained = _products(jax.grad(_loss, argnums=(0, 2)), x, w, adapter)
   assert (5, K) in trained and (R, K) in trained and (R, N) in trained
   assert (K, N) not in trained and (N, K) not in trained
@@ -422,3 +424,43 @@ def test_an_implementation_is_one_of_those_that_exist():
     assert ops.Numerics(policy, name).used == name
   with pytest.raises(UserError, match="kernels = 'pallas_moon'.*auto, xla"):
     ops.Numerics(policy, 'pallas_moon')
+
+
+# ---- rows and slices of a table ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_rows_are_the_tables_and_their_gradient_adds_up(dtype):
+  rng = np.random.default_rng(0)
+  table = jnp.asarray(rng.normal(size=(7, 5)), dtype)
+  rows = jnp.asarray([[3, 0, 3], [6, 3, 1]])
+  g = rng.normal(size=(2, 3, 5)).astype(np.float32)
+  found, gradient = jax.jit(
+    lambda table: jax.value_and_grad(lambda t: (ops.take_rows(t, rows).astype(jnp.float32) * g).sum())(table)
+  )(table)
+  np.testing.assert_array_equal(ops.take_rows(table, rows), np.asarray(table)[np.asarray(rows)])
+  np.testing.assert_allclose(found, (np.asarray(table, np.float32)[np.asarray(rows)] * g).sum(), rtol=1e-2)
+  wanted = np.zeros((7, 5), np.float32)
+  np.add.at(wanted, np.asarray(rows), np.asarray(jnp.asarray(g, dtype), np.float32))
+  assert gradient.dtype == table.dtype
+  # The sum of at most three numbers in float32, rounded once.
+  wide = np.asarray(gradient, np.float32)
+  np.testing.assert_allclose(wide, wanted, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+  if dtype != 'float32':
+    np.testing.assert_array_equal(ops.take_rows(quantize(table, dtype), rows), ops.take_rows(table, rows))
+
+
+@pytest.mark.parametrize('axis', [0, 1])
+@pytest.mark.parametrize('kind', ['float32', 'bfloat16', 'packed bfloat16'])
+def test_a_slice_is_the_weights(kind, axis):
+  w = jnp.asarray(np.random.default_rng(0).normal(size=(6, 9)), kind.split()[-1])
+  found = jax.jit(lambda w, start: ops.slice_of(w, start, 4, axis))(
+    quantize(w, 'bfloat16') if ' ' in kind else w, jnp.asarray(2)
+  )
+  found = dequantize(found, w.dtype) if ' ' in kind else found
+  np.testing.assert_array_equal(found, w[2:6] if axis == 0 else w[:, 2:6])
+
+
+def test_a_packed_weight_is_not_sliced():
+  with pytest.raises(NotImplementedError, match='blocks may straddle'):
+    ops.slice_of(quantize(jnp.ones((8, 4)), 'int8'), jnp.asarray(0), 2, 0)

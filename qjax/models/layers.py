@@ -9,11 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from qjax import ops
 from qjax.models.attention import AttentionKernel, attend
 from qjax.models.config import ModelConfig, RopeScaling
+from qjax.models.remat import PROJECTION_OUT, named
 from qjax.ops import Numerics
 from qjax.quant.qtensor import QTensor
 from qjax.sharding import BATCH_AXES, constrain
@@ -56,39 +56,6 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-# The names under which a remat policy may keep what attention and projections return.
-ATTENTION_OUT = 'attention_out'
-PROJECTION_OUT = 'projection_out'
-
-
-def as_bits(x: jax.Array) -> jax.Array:
-  """Half precision as its bits: XLA's CPU backend would stack it over layers in float32."""
-  return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-@jax.custom_vjp
-def from_bits(bits: jax.Array, x: jax.Array) -> jax.Array:
-  """x, read from its bits; no gradient passes through integers, so it goes to x, whose values nothing reads."""
-  return bits if bits.dtype == x.dtype else jax.lax.bitcast_convert_type(bits, x.dtype)
-
-
-def _from_bits_fwd(bits: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-  return from_bits(bits, x), None
-
-
-def _from_bits_bwd(residual: None, g: jax.Array) -> tuple[None, jax.Array]:
-  del residual
-  return None, g
-
-
-from_bits.defvjp(_from_bits_fwd, _from_bits_bwd)
-
-
-def _named(x: jax.Array, name: str) -> jax.Array:
-  """x, which a remat policy may keep under `name`, as bits if it is half precision."""
-  return from_bits(checkpoint_name(as_bits(x), name), x)
-
-
 class Projection(nn.Module):
   """x·W (+ bias), W [in, out] plain or quantized, with the adapter that the 'lora' collection may hold."""
 
@@ -108,7 +75,7 @@ class Projection(nn.Module):
     bias = self.param('bias', nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
     drops = adapter is not None and adapter.dropout > 0 and self.has_rng('dropout')
     y = ops.dot(x, kernel, self.numerics, adapter, bias, self.make_rng('dropout') if drops else None)
-    return _named(y, PROJECTION_OUT)
+    return named(y, PROJECTION_OUT)
 
 
 class Norm(nn.Module):
@@ -145,7 +112,6 @@ class Attention(nn.Module):
       k = Norm(c.rms_eps, c.norm_offset, name='k_norm')(k)
     q, k = rotate(q, table), rotate(k, table)
     out = attend(q, k, v, mask, self.kernel.resolve(q.dtype, c.head_dim))
-    out = _named(out, ATTENTION_OUT)
     out = out.reshape(*out.shape[:-2], c.num_heads * c.head_dim)
     return Projection(c.d_model, self.numerics, name='o')(out)
 

@@ -1,11 +1,12 @@
 """Cross-entropy in float32 over vocabulary chunks, so that a batch's full logits never exist.
 
-Forward: one pass over the chunks keeps a running maximum and sum (online log-sum-exp), the target's logit
-and the largest logit. The gradient of a hidden state is Σ p(v)·head[v] − head[target]; if the head is frozen that
-sum runs along in the forward pass, rescaled as the maximum moves, as attention does with its values
+Forward: one pass over the chunks keeps the target's logit, and of all other words the largest and a sum
+(online log-sum-exp). The gradient of a hidden state is Σ p(v)·head[v] − head[target]. If the head is frozen
+that sum runs along in the forward pass, rescaled as the maximum moves, as attention does with its values
 (Dao et al. 2022, "FlashAttention"), and the backward pass multiplies nothing. If the head is trained, each
-chunk's logits are computed again, turned into softmax − one-hot, and multiplied both ways. The whole [tokens, vocab] matrix would be 402 MB in float32 for
-2,048 tokens and 49,152 words; a chunk of 4,096 is 34 MB.
+chunk's logits are computed again, turned into softmax − one-hot, and multiplied both ways. The whole
+[tokens, vocab] matrix would be 402 MB in float32 for 2,048 tokens and 49,152 words; a chunk of
+4,096 is 34 MB.
 """
 
 from collections.abc import Mapping
@@ -46,13 +47,12 @@ def _chunks(vocab: int, chunk: int) -> tuple[int, int]:
 def _chunk_logits(
   hidden: jax.Array, head: Weight, transposed: bool, policy: Policy, index: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, Weight]:
-  """One chunk: logits [tokens, size], overlapping columns at −inf; word ids; start; the head's part."""
+  """One chunk: logits float32 [tokens, size]; which words are new in it; start; the head's part."""
   axis = 0 if transposed else 1
   start = jnp.minimum(index * size, head.shape[axis] - size)
   part = slice_of(head, start, size, axis)
-  words = start + jnp.arange(size)
   logits = matmul(hidden, part, policy, transposed).astype(policy.output).astype(jnp.float32)
-  return jnp.where(words >= index * size, logits, -jnp.inf), words, start, part
+  return logits, start + jnp.arange(size) >= index * size, start, part
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -63,7 +63,7 @@ def _losses(
 
 
 class _Residual(NamedTuple):
-  """Per token, float32: log Σ exp(logit); the share 1 − p(target); Σ p(v)·head[v] over v ≠ target, or None."""
+  """Per token, float32: log Σ exp(logit); 1 − p(target); Σ p(v)·head[v] over v ≠ target, [tokens, D]."""
 
   log_total: jax.Array
   share: jax.Array
@@ -82,29 +82,35 @@ def _forward(
   count, size = _chunks(head.shape[0 if transposed else 1], chunk)
 
   def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
-    largest, others, target, rival, pull = carry
-    logits, words, _, part = _chunk_logits(hidden, head, transposed, policy, index, size)
-    new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
-    is_target = (words[None, :] == targets[:, None]) & (words >= index * size)[None, :]
+    rival, others, target, pull = carry
+    logits, is_new, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
+    column = targets - start
+    is_target = jnp.arange(size) == column[:, None]
+    here = (column >= 0) & (column < size) & is_new[jnp.clip(column, 0, size - 1)]
+    own = jnp.take_along_axis(logits, jnp.clip(column, 0, size - 1)[:, None], axis=1)[:, 0]
+    target = jnp.where(here, own, target)
     # The target stays out: beside p(target) near 1 the rest would drown in rounding.
-    share = jnp.where(is_target, 0, jnp.exp(logits - new_largest[:, None]))
-    shrink = jnp.exp(largest - new_largest)
+    logits = jnp.where(is_target | ~is_new, -jnp.inf, logits)
+    new_rival = jnp.maximum(rival, jnp.max(logits, axis=-1))
+    share = jnp.exp(logits - new_rival[:, None])
+    shrink = jnp.exp(rival - new_rival)
     others = others * shrink + jnp.sum(share, axis=-1)
-    target = target + jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-    rival = jnp.maximum(rival, jnp.max(jnp.where(is_target, -jnp.inf, logits), axis=-1))
     if pull is not None:
       pull = pull * shrink[:, None] + matmul(share, part, policy, not transposed).astype(jnp.float32)
-    return (new_largest, others, target, rival, pull), None
+    return (new_rival, others, target, pull), None
 
   zeros = jnp.zeros(targets.shape, jnp.float32)
   # Not −inf: of a first chunk without a possible word, −inf − (−inf) would be NaN.
   lowest = jnp.full(targets.shape, jnp.finfo(jnp.float32).min)
-  start = (lowest, zeros, zeros, lowest, jnp.zeros(hidden.shape, jnp.float32) if with_pull else None)
-  (largest, others, target, rival, pull), _ = jax.lax.scan(body, start, jnp.arange(count))
-  total = others + jnp.exp(target - largest)
+  start = (lowest, zeros, zeros, jnp.zeros(hidden.shape, jnp.float32) if with_pull else None)
+  (rival, others, target, pull), _ = jax.lax.scan(body, start, jnp.arange(count))
+  largest = jnp.maximum(rival, target)
+  shrink = jnp.exp(rival - largest)
+  total = others * shrink + jnp.exp(target - largest)
   log_total = largest + jnp.log(total)
   losses = TokenLosses(log_total - target, (target > rival).astype(jnp.float32))
-  return losses, _Residual(log_total, others / total, None if pull is None else pull / total[:, None])
+  share, pull = others * shrink / total, None if pull is None else pull * (shrink / total)[:, None]
+  return losses, _Residual(log_total, share, pull)
 
 
 def _losses_fwd(
@@ -133,15 +139,18 @@ def _losses_bwd(
     return d_hidden.astype(hidden.dtype), None, None
   axis = 0 if transposed else 1
   count, size = _chunks(head.shape[axis], chunk)
+  assert not isinstance(head, QTensor)  # what is trained is plain
+  dtype = head.dtype
   # Gradients accumulate over chunks in float32 whatever the dtypes of the operands.
   wide = hidden.astype(jnp.float32)
 
   def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
     d_hidden, d_head = carry
-    logits, words, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
-    is_target = words[None, :] == targets[:, None]
+    logits, is_new, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
+    is_target = start + jnp.arange(size) == targets[:, None]
     d_logits = (jnp.exp(logits - found.log_total[:, None]) - is_target.astype(jnp.float32)) * g.nll[:, None]
-    d_logits = jnp.where(words >= index * size, d_logits, 0)
+    d_logits = jnp.where(is_new, d_logits, 0)
+    assert not isinstance(part, QTensor)
     product = jax.vjp(lambda x, w: matmul(x, w, policy, transposed), wide, part.astype(jnp.float32))[1]
     d_x, d_part = product(d_logits)
     before = jax.lax.dynamic_slice_in_dim(d_head, start, size, axis)
@@ -150,7 +159,7 @@ def _losses_bwd(
 
   start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32))
   (d_hidden, d_head), _ = jax.lax.scan(body, start, jnp.arange(count))
-  return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None
+  return d_hidden.astype(hidden.dtype), d_head.astype(dtype), None
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd, symbolic_zeros=True)

@@ -1,6 +1,5 @@
 """A decoder of the Llama family: one functional Linen module, layers scanned with selectable remat."""
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -10,25 +9,13 @@ import jax.numpy as jnp
 from qjax.errors import UserError, nearest
 from qjax.models.attention import AttentionKernel, attention_mask
 from qjax.models.config import ModelConfig
-from qjax.models.layers import ATTENTION_OUT, PROJECTION_OUT, Attention, GatedMLP, Norm, as_bits, from_bits, rotary_table
+from qjax.models.layers import Attention, GatedMLP, Norm, rotary_table
+from qjax.models.remat import POLICIES, as_bits, from_bits
 from qjax.ops import Numerics, Weight, matmul, take_rows
 from qjax.precision import policy
 from qjax.sharding import BATCH_AXES, constrain
 
 Tree = Any
-
-# What the backward pass finds saved of a layer: nothing but its input ('full'), what attention returned too,
-# what attention and projections returned in the compute dtype ('projections'), or every product as it was
-# accumulated.
-REMAT: dict[str, Callable[..., bool] | None] = {
-  'none': None,
-  'full': jax.checkpoint_policies.nothing_saveable,
-  'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
-  'projections': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, PROJECTION_OUT),
-  'dots': jax.checkpoint_policies.checkpoint_dots,
-  'dots_no_batch': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-}
-
 
 class Block(nn.Module):
   """x + attention(norm(x)), then x + mlp(norm(x)): the body of the scan over layers."""
@@ -44,7 +31,7 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, None]:
     if self.remat == 'none':
       return _layer(self, None, x, table, mask), None
-    layer = nn.remat(_layer, policy=REMAT[self.remat], prevent_cse=False)
+    layer = nn.remat(_layer, policy=POLICIES[self.remat], prevent_cse=False)
     return layer(self, as_bits(x), x, table, mask), None
 
 
@@ -70,7 +57,7 @@ class Transformer(nn.Module):
   Attributes:
     config: shape of the model.
     numerics: dtypes and kernels of matrix products.
-    remat: a name in `REMAT`.
+    remat: a name in `POLICIES`.
     kernel: implementation of attention.
   """
 
@@ -108,8 +95,8 @@ class Transformer(nn.Module):
     return x
 
   def __post_init__(self) -> None:
-    if self.remat not in REMAT:
-      raise UserError(f'model.remat = {self.remat!r} is not known{nearest(self.remat, REMAT)}')
+    if self.remat not in POLICIES:
+      raise UserError(f'model.remat = {self.remat!r} is not known{nearest(self.remat, POLICIES)}')
     super().__post_init__()
 
 

@@ -55,7 +55,21 @@ class DoubleQuantized:
 
   @staticmethod
   def _widen(step: jax.Array, n: int) -> jax.Array:
-    return jnp.repeat(step, DQ_GROUP, axis=-1, total_repeat_length=step.shape[-1] * DQ_GROUP)[..., :n]
+    """Each step over its group, [..., blocks, N].
+
+    On CPU by a product with zeros and ones, whose sums have one term: XLA would fuse a repetition into the
+    decoding of every weight, and its index arithmetic takes as long as all the rest.
+    """
+    groups = step.shape[-1]
+
+    def repeated(step: jax.Array) -> jax.Array:
+      return jnp.repeat(step, DQ_GROUP, axis=-1, total_repeat_length=groups * DQ_GROUP)[..., :n]
+
+    def multiplied(step: jax.Array) -> jax.Array:
+      member = jnp.arange(n) // DQ_GROUP == jnp.arange(groups)[:, None]
+      return jnp.matmul(step, member.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+    return jax.lax.platform_dependent(step, cpu=multiplied, default=repeated)
 
   def dequantize(self) -> jax.Array:
     wide = self._widen(self.step, self.codes.shape[-1])

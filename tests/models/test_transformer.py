@@ -17,7 +17,8 @@ from qjax.io.source import Source
 from qjax.io.source import params as read_params
 from qjax.models import loss, transformer
 from qjax.models.config import ModelConfig, RopeScaling, parameter_shapes
-from qjax.models.transformer import REMAT, Transformer
+from qjax.models.remat import POLICIES
+from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import policy
 from tests import oracle
@@ -269,7 +270,7 @@ def measure(remat: str) -> Measured:
   return Measured(*compiled(params, batch), compiled.memory_analysis().temp_size_in_bytes)
 
 
-@pytest.mark.parametrize('remat', [name for name in REMAT if name != 'none'])
+@pytest.mark.parametrize('remat', [name for name in POLICIES if name != 'none'])
 def test_remat_changes_no_gradient(remat: str) -> None:
   found, wanted = measure(remat), measure('none')
   np.testing.assert_allclose(found.value, wanted.value, rtol=1e-6)
