@@ -59,6 +59,7 @@ def overrides(directory: Path, **more: Any) -> dict[str, Any]:
     'data.path': str(directory / 'data.jsonl'),
     'data.seq_len': 32,
     'batch_size': 4,
+    'micro_batch': 8,
     'num_steps': 12,
     'eval_every': 6,
     'checkpoint_every': 3,
