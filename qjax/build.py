@@ -17,9 +17,10 @@ import jax
 from ml_collections import ConfigDict
 
 from qjax import method as methods
-from qjax import optim, precision, sharding, train
+from qjax import optim, precision, quantize, sharding, train
 from qjax.adapters import LoraSpec
-from qjax.data import pipeline
+from qjax.data import pipeline, plain
+from qjax.data.tokenizer import Tokenizer
 from qjax.errors import UserError, nearest
 from qjax.io.source import Source, load_source
 from qjax.method import Method, Update
@@ -27,6 +28,8 @@ from qjax.models.attention import AttentionKernel
 from qjax.models.config import parameter_shapes
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
+from qjax.precision import Policy
+from qjax.quant.verify import Thresholds
 
 T = TypeVar('T')
 
@@ -324,3 +327,111 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
       workdir, config.to_dict(), meaning(fields, source, dataset), model, method, shapes, source.read, scale,
       dataset, spec, mesh, loop,
   )  # fmt: skip
+
+
+# ---- quantization ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFields:
+  path: str
+  seq_len: int
+  max_tokens: int
+  batch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PathFields:
+  path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeFields:
+  """The whole config of a quantization."""
+
+  name: str
+  method: str
+  observer: str
+  activations: tuple[tuple[str, str], ...]
+  model: PathFields
+  storage: StorageFields
+  calibration: TextFields
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFields:
+  path: str
+  count: int
+  new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyFields:
+  """The whole config of a verification."""
+
+  name: str
+  reference: str
+  candidate: str
+  compute: str
+  text: TextFields
+  prompts: PromptFields
+  thresholds: Thresholds
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+  """What `quantize.quantize` needs, checked."""
+
+  fields: QuantizeFields
+  source: Source
+  recipe: quantize.Recipe
+  rows: plain.Rows
+
+
+def _text(fields: TextFields, tokenizer: Tokenizer, part: str, where: str) -> plain.Rows:
+  for name in ('seq_len', 'max_tokens', 'batch_size'):
+    if getattr(fields, name) < 1:
+      raise UserError(f'{where}.{name} = {getattr(fields, name)} must be at least 1')
+  return plain.rows(plain.read(fields.path, part), tokenizer, fields.seq_len, fields.max_tokens)
+
+
+def quantization(config: ConfigDict) -> Quantization:
+  """A config as configs/ptq_int8.py has it, each part checked, no weight loaded yet.
+
+  Raises:
+    UserError: naming the field that cannot work.
+  """
+  fields = fields_from(QuantizeFields, json_ready(config.to_dict()))
+  source = load_source(fields.model.path)
+  storage = methods.storage_rules(fields.storage.projections, fields.storage.embeddings, fields.storage.rules)
+  recipe = quantize.Recipe(
+    fields.method, storage, fields.activations, fields.observer, fields.calibration.batch_size
+  )
+  recipe.check(source.config)
+  rows = _text(fields.calibration, source.require_tokenizer(), 'calibration', 'config.calibration')
+  return Quantization(fields, source, recipe, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+  """What a verification needs, checked: the models are not read yet, the text is."""
+
+  fields: VerifyFields
+  reference: Source
+  policy: Policy
+  rows: plain.Rows
+
+
+def verification(config: ConfigDict) -> Verification:
+  """A config as configs/verify.py has it.
+
+  Raises:
+    UserError: naming the field that cannot work.
+  """
+  fields = fields_from(VerifyFields, json_ready(config.to_dict()))
+  for name in ('count', 'new_tokens'):
+    if getattr(fields.prompts, name) < 1:
+      raise UserError(f'config.prompts.{name} = {getattr(fields.prompts, name)} must be at least 1')
+  source = load_source(fields.reference)
+  rows = _text(fields.text, source.require_tokenizer(), 'held_out', 'config.text')
+  return Verification(fields, source, precision.policy(compute=fields.compute), rows)

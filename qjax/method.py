@@ -212,6 +212,18 @@ def _place(place: Place, path: str, leaf: Any) -> Any:
   return trees.map_with_path(lambda sub, x: place(f'{path}/{sub}' if sub else path, x), leaf)
 
 
+def storage_rules(
+  projections: str, embeddings: str, first: tuple[tuple[str, str], ...] = ()
+) -> tuple[tuple[str, str], ...]:
+  """Storage of a base that rests: `first`, then projections, then embedding and head; vectors in float32."""
+  return (
+    *first,
+    (PROJECTIONS, projections),
+    ('(embed|head)/.*', embeddings),
+    ('.*/(scale|bias)', 'float32'),
+  )
+
+
 def full(numerics: Numerics, update: Update) -> Method:
   """Everything moves."""
   return Method('full', (('.*', PARAM),), numerics, Trainable('params/.*'), update)
@@ -237,12 +249,7 @@ def lora(
     rules: storage rules that go first, for single layers' leaves.
     name: for records.
   """
-  storage = (
-    *rules,
-    (PROJECTIONS, projections),
-    ('(embed|head)/.*', embeddings),
-    ('.*/(scale|bias)', 'float32'),
-  )
+  storage = storage_rules(projections, embeddings, rules)
   return Method(name, storage, numerics, Trainable('lora/.*', spec), update)
 
 

@@ -5,25 +5,50 @@ every layer for the backward pass, and a QLoRA step then needs more memory than 
 residual is the packed weight, decoded again when the gradient needs it. A frozen weight gets no gradient,
 and then x isn't saved either. The gradient of a float32 weight is accumulated and returned in float32, not
 rounded through the compute dtype on the way.
+
+Inputs may be quantized, too (`Numerics.activations`). With an integer weight the product is then one of
+integers, int8 · int8 summed in int32 and scaled once; with any other weight, or where that is slower, the
+input is rounded to its levels and multiplied as a float. Both compute the same numbers but for the roundings
+of floats. The gradient takes the rounding for the identity (Bengio et al. 2013, "Estimating or Propagating
+Gradients Through Stochastic Neurons"), and for 0 where a static range cuts off.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from qjax.adapters import Adapter
-from qjax.errors import UserError
+from qjax.errors import UserError, nearest
 from qjax.precision import Policy
-from qjax.quant.qtensor import QTensor, dequantize
+from qjax.quant import activations, formats
+from qjax.quant.activations import ActivationScheme, Decomposed, Rules
+from qjax.quant.qtensor import DoubleQuantized, QTensor, dequantize
 
 Weight = jax.Array | QTensor
+Projected = Weight | Decomposed  # what a projection may hold
 
 # Implementations of the product by name, with what each is. 'auto' takes the first that serves.
 IMPLEMENTATIONS = {'xla': 'dequantize, then dot_general, compiled by XLA'}
+
+# Whether quantized inputs meet integer weights as integers.
+INTEGER = {
+  'auto': 'where it is possible and not slower',
+  'always': 'or it is an error',
+  'never': 'they are multiplied as floats',
+}
+
+# Products of two codes that an int32 holds the sum of, however they fall.
+SAFE_TERMS = (2**31 - 1) // 127**2
+# Each block of a weight is a product of its own, written out and scaled; three are slower than floats on CPU.
+FEW_BLOCKS = 2
+# XLA's CPU backend multiplies one row of integers five times more slowly than eight.
+FEW_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,21 +58,43 @@ class Numerics:
   Attributes:
     policy: dtypes.
     implementation: 'auto', or a name in `IMPLEMENTATIONS`, which then runs or raises.
+    activations: (pattern over a projection's path, scheme of its inputs), first match wins; see
+      `qjax.quant.activations`.
+    integer: a name in `INTEGER`.
   """
 
   policy: Policy
   implementation: str = 'auto'
+  activations: Rules = ()
+  integer: str = 'auto'
 
   def __post_init__(self) -> None:
     if self.implementation not in ('auto', *IMPLEMENTATIONS):
       raise UserError(
         f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(IMPLEMENTATIONS)}'
       )
+    if self.integer not in INTEGER:
+      raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, INTEGER)}')
+    activations.rules(self.activations)
 
   @property
   def used(self) -> str:
     """The implementation that runs."""
     return 'xla' if self.implementation == 'auto' else self.implementation
+
+  def scheme_of(self, path: str | None) -> ActivationScheme:
+    """How the inputs of the projection at `path` are quantized; None is no projection."""
+    return ActivationScheme() if path is None else activations.rules(self.activations)(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """What is decided about one product before it runs."""
+
+  policy: Policy
+  transposed: bool = False
+  scheme: ActivationScheme = dataclasses.field(default_factory=ActivationScheme)
+  is_integer: bool = False
 
 
 def contract(
@@ -116,28 +163,77 @@ def rows_product(a: jax.Array, b: jax.Array, accum: jnp.dtype) -> jax.Array:
   return jax.lax.platform_dependent(a, b, cpu=transposed_first, default=direct)
 
 
-def _operand(w: Weight, dtype: jnp.dtype) -> jax.Array:
+def _operand(w: Projected, dtype: jnp.dtype) -> jax.Array:
+  if isinstance(w, Decomposed):
+    return w.dequantize(dtype)
   return dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
 
 
-def _product(x: jax.Array, w: Weight, policy: Policy, transposed: bool) -> jax.Array:
-  w_axis = 1 if transposed else 0
+def _integer_contract(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
+  """int8 [..., K] times int8 [K, N] as int32 [..., N], exactly for K up to `SAFE_TERMS`."""
+
+  def direct(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
+    return contract(codes, w_codes, ((codes.ndim - 1,), (0,)), jnp.dtype('int32'))
+
+  def filled_up(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
+    flat = codes.reshape(-1, codes.shape[-1])
+    padded = jnp.pad(flat, ((0, FEW_ROWS - len(flat)), (0, 0)))
+    return direct(padded, w_codes)[: len(flat)].reshape(*codes.shape[:-1], w_codes.shape[-1])
+
+  if math.prod(codes.shape[:-1]) >= FEW_ROWS:
+    return direct(codes, w_codes)
+  return jax.lax.platform_dependent(codes, w_codes, cpu=filled_up, default=direct)
+
+
+def _integer_product(x: jax.Array, w: QTensor, scheme: ActivationScheme, high: jax.Array | None) -> jax.Array:
+  """x [..., K] quantized times a symmetric integer w [K, N] as float32 [..., N]: sums, then scales."""
+  assert w.scale is not None
+  numbers, k = w.scheme.numbers, w.inputs
+  codes, x_scale = activations.encode(x, scheme, high)
+  scale = w.scale.dequantize() if isinstance(w.scale, DoubleQuantized) else w.scale.astype(jnp.float32)
+  block = w.scheme.block_of(k)
+  rows = formats.packed_rows(block, numbers.bits)
+  y = jnp.zeros((), jnp.float32)
+  for index, start in enumerate(range(0, k, block)):
+    w_codes = w.codes[index * rows : (index + 1) * rows]
+    size = min(block, k - start)
+    if numbers.bits < 8:
+      w_codes = formats.unpack(w_codes, numbers.bits, size).astype(jnp.int8) - np.int8(numbers.largest + 1)
+    sums = _integer_contract(codes[..., start : start + size], w_codes)
+    y = y + sums.astype(jnp.float32) * scale[index]
+  return y * x_scale
+
+
+def _product(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) -> jax.Array:
+  policy, scheme = plan.policy, plan.scheme
+  if not scheme.is_none and isinstance(w, Decomposed):
+    rest = _product(jnp.where(w.is_ordinary, x, jnp.zeros((), x.dtype)), w.rest, high, plan)
+    return rest + _product(w.outliers(x), w.kept, None, _Plan(policy))
+  if plan.is_integer and isinstance(w, QTensor):
+    return _integer_product(x, w, scheme, high).astype(policy.accum)
+  if not scheme.is_none:
+    x = activations.fake(x, scheme, high)
   x, w = x.astype(policy.compute), _operand(w, policy.compute)
-  return contract(x, w, ((x.ndim - 1,), (w_axis,)), policy.accum)
+  return contract(x, w, ((x.ndim - 1,), (1 if plan.transposed else 0,)), policy.accum)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool) -> jax.Array:
-  return _product(x, w, policy, transposed)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _matmul(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) -> jax.Array:
+  return _product(x, w, high, plan)
 
 
-def _matmul_fwd(x: Any, w: Any, policy: Policy, transposed: bool) -> tuple[jax.Array, Any]:
-  weight = jax.tree.map(lambda p: p.value, w, is_leaf=lambda p: hasattr(p, 'perturbed'))
-  is_trained = not isinstance(weight, QTensor) and w.perturbed
+def _matmul_fwd(x: Any, w: Any, high: Any, plan: _Plan) -> tuple[jax.Array, Any]:
+  w_value, top = jax.tree.map(lambda p: p.value, (w, high), is_leaf=lambda p: hasattr(p, 'perturbed'))
+  is_trained = not isinstance(w_value, QTensor | Decomposed) and w.perturbed
   like = jax.ShapeDtypeStruct(x.value.shape, x.value.dtype)
-  residual = (x.value if is_trained else None, weight, _Static((is_trained, x.perturbed, like)))
+  passes = None
+  if plan.scheme.is_static and x.perturbed:
+    passes = jnp.abs(x.value.astype(jnp.float32)) <= top
+    passes = passes | ~w_value.is_ordinary if isinstance(w_value, Decomposed) else passes
+  kept = (x.value, top) if is_trained else None
+  residual = (kept, w_value, passes, _Static((is_trained, x.perturbed, like)))
   # Not `_matmul`: a remat policy that keeps products has to see one.
-  return _product(x.value, weight, policy, transposed), residual
+  return _product(x.value, w_value, top, plan), residual
 
 
 @jax.tree_util.register_static
@@ -148,25 +244,35 @@ class _Static:
   facts: tuple[bool, bool, jax.ShapeDtypeStruct]
 
 
-def _matmul_bwd(policy: Policy, transposed: bool, residual: Any, g: Any) -> tuple[Any, Any]:
-  x, w, static = residual
+def _matmul_bwd(plan: _Plan, residual: Any, g: Any) -> tuple[Any, Any, None]:
+  kept, w, passes, static = residual
   is_trained, is_needed, like = static.facts
   if isinstance(g, SymbolicZero):
-    return None, None
+    return None, None, None
+  policy, transposed = plan.policy, plan.transposed
   g = g.astype(policy.compute)
   dx = dw = None
   if is_needed:
     w_axis = 0 if transposed else 1
     dx = contract(g, _operand(w, policy.compute), ((g.ndim - 1,), (w_axis,)), policy.accum).astype(like.dtype)
+    dx = dx if passes is None else jnp.where(passes, dx, jnp.zeros((), dx.dtype))
   if is_trained:
+    x, high = kept
+    x = x if plan.scheme.is_none else activations.fake(x, plan.scheme, high)
     x_rows = x.reshape(-1, x.shape[-1]).astype(policy.compute)
     g_rows = g.reshape(-1, g.shape[-1])
     left, right = (g_rows, x_rows) if transposed else (x_rows, g_rows)
     dw = rows_product(left, right, policy.accum).astype(w.dtype)
-  return dx, dw
+  return dx, dw, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd, symbolic_zeros=True)
+
+
+def _check(x: jax.Array, w: Projected, transposed: bool = False) -> None:
+  inputs = w.shape[-1] if transposed else w.shape[-2]
+  if w.ndim != 2 or x.shape[-1] != inputs:
+    raise ValueError(f'x {x.shape} and w {w.shape}{" transposed" if transposed else ""} do not contract')
 
 
 def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) -> jax.Array:
@@ -179,10 +285,53 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
     raise NotImplementedError(
       'a transposed product with a quantized weight is not implemented; keep it plain'
     )
-  inputs = w.shape[-1] if transposed else w.shape[-2]
-  if w.ndim != 2 or x.shape[-1] != inputs:
-    raise ValueError(f'x {x.shape} and w {w.shape}{" transposed" if transposed else ""} do not contract')
-  return _matmul(x, w, policy, transposed)
+  _check(x, w, transposed)
+  return _matmul(x, w, None, _Plan(policy, transposed))
+
+
+def _obstacle(w: Projected) -> str | None:
+  """Why a product with w can't be one of integers, None if it can."""
+  if not isinstance(w, QTensor):
+    return 'the weight is not quantized'
+  if w.scheme.numbers.is_float or w.scheme.numbers.levels is not None:
+    return f'the codes of {w.scheme} are no integers'
+  if w.scheme.asymmetric:
+    return f'{w.scheme} has offsets'
+  if (terms := w.scheme.block_of(w.inputs)) > SAFE_TERMS:
+    return f'a sum of {terms} products of codes may exceed an int32, which holds {SAFE_TERMS}'
+  return None
+
+
+def _choose(w: Projected, integer: str) -> tuple[bool, str]:
+  """Whether quantized inputs meet w as integers, and why not."""
+  w = w.rest if isinstance(w, Decomposed) else w
+  reason = _obstacle(w)
+  if integer == 'always' and reason:
+    raise UserError(f"integer = 'always', but {reason}; use int8:axis=channel, or integer = 'auto'")
+  if integer == 'never':
+    reason = "integer = 'never'"
+  elif integer == 'auto' and reason is None and isinstance(w, QTensor):
+    blocks = -(-w.inputs // w.scheme.block_of(w.inputs))
+    reason = f'{blocks} blocks of a weight are slower as integers' if blocks > FEW_BLOCKS else None
+  return reason is None, reason or ''
+
+
+def explain(x_shape: tuple[int, ...], w: Projected, numerics: Numerics, path: str | None) -> str:
+  """Which way the product of x [..., K] with w at `path` takes, and why: 'plain', 'integer' or 'fake: …'.
+
+  Raises:
+    UserError: as `dot` would.
+  """
+  scheme, compute = numerics.scheme_of(path), numerics.policy.compute
+  if scheme.is_none:
+    return f'plain: no rule quantizes the inputs of {path!r}; x and the weight are multiplied in {compute}'
+  is_integer, reason = _choose(w, numerics.integer)
+  aside = f'; {w.kept.inputs} outlying inputs apart in {compute}' if isinstance(w, Decomposed) else ''
+  if not is_integer:
+    return f'fake: x as {scheme} and the weight are read back and multiplied in {compute}: {reason}{aside}'
+  rows = math.prod(x_shape[:-1])
+  filled = f'; {rows} rows are filled up to {FEW_ROWS} on CPU' if rows < FEW_ROWS else ''
+  return f'integer: codes of x as {scheme} times codes of the weight, summed in int32{filled}{aside}'
 
 
 def slice_of(w: Weight, start: jax.Array, size: int, axis: int) -> Weight:
@@ -268,24 +417,43 @@ _low_rank.defvjp(_low_rank_fwd, _low_rank_bwd)
 
 def dot(
   x: jax.Array,
-  w: Weight,
+  w: Projected,
   numerics: Numerics,
   adapter: Adapter | None = None,
   bias: jax.Array | None = None,
   dropout_key: jax.Array | None = None,
+  path: str | None = None,
+  high: jax.Array | None = None,
 ) -> jax.Array:
   """y = x·w + s·(x·A)·B + bias in `policy.compute`.
 
   Args:
     x: [..., K].
-    w: [K, N], plain or quantized.
-    numerics: dtypes and implementation.
+    w: [K, N], plain, quantized or decomposed.
+    numerics: dtypes, implementation, and which projections have their inputs quantized. The adapter sees x
+      as it is.
     adapter: A, B and their scale.
     bias: [N].
     dropout_key: drops inputs of A with the adapter's probability; None (evaluation) drops nothing.
+    path: where the projection is, such as 'layers/mlp/down/kernel', for `numerics.activations`.
+    high: float32 [], the largest magnitude of x that a static scheme represents.
+
+  Raises:
+    UserError: a static scheme without `high`, or `integer = 'always'` where integers can't be multiplied.
   """
   policy = numerics.policy
-  y = matmul(x, w, policy)
+  scheme = numerics.scheme_of(path)
+  _check(x, w)
+  if scheme.is_none:
+    y = _matmul(x, w, None, _Plan(policy))
+  else:
+    if scheme.is_static and high is None:
+      raise UserError(
+        f"activations: {path!r} is to be quantized as {scheme}, but the collection 'act' holds no range for"
+        f' it; calibrate first, or use {dataclasses.replace(scheme, is_static=False)}'
+      )
+    is_integer, _ = _choose(w, numerics.integer)
+    y = _matmul(x, w, high if scheme.is_static else None, _Plan(policy, False, scheme, is_integer))
   if adapter is not None:
     z = x
     if dropout_key is not None and adapter.dropout > 0:

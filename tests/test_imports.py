@@ -49,9 +49,12 @@ TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)}
     _names('errors cache'),
     never=(*Row().never, 'jax', 'jaxlib', 'flax', 'optax', 'orbax', 'chex'),  # workers start without a device
   ),
-  'qjax.io': Row(_names('errors cache quant models.config data.tokenizer')),
+  'qjax.io': Row(_names('errors cache trees quant adapters models.config data.tokenizer')),
   'qjax.evaluate': Row((*_below('optim'), *_names('sharding data'))),
   'qjax.generate': Row((*_below('optim'), *_names('sharding data'))),
+  'qjax.walk': Row(_below('optim')),
+  'qjax.quantize': Row((*_below('optim'), *_names('data walk'))),
+  'qjax.verification': Row((*_below('optim'), *_names('data io walk generate'))),
   'qjax.plan': Row((*LADDER, 'qjax.sharding')),
   'qjax.report': Row(_names('errors records')),  # tables and figures are drawn from records alone
   'qjax.build': Row(('qjax', 'pallas_kernels'), never=('absl.app', 'absl.flags')),

@@ -1,15 +1,21 @@
 """`ops.dot` and its gradient rule, against float64 NumPy with bounds from the roundings that happen."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qjax import ops, precision
+from qjax import ops, precision, trees
 from qjax.adapters import Adapter
 from qjax.errors import UserError
+from qjax.models import transformer
+from qjax.models.attention import AttentionKernel, attention_mask
+from qjax.models.config import ModelConfig
+from qjax.models.layers import rms_norm, rotary_table
+from qjax.quant import activations, formats
 from qjax.quant.qtensor import QTensor, dequantize, quantize
 
 K, N, R = 13, 7, 2
@@ -424,6 +430,360 @@ def test_an_implementation_is_one_of_those_that_exist():
     assert ops.Numerics(policy, name).used == name
   with pytest.raises(UserError, match="kernels = 'pallas_moon'.*auto, xla"):
     ops.Numerics(policy, 'pallas_moon')
+
+
+# ---- quantized inputs --------------------------------------------------------------------------------------
+
+TOKEN, TENSOR, STATIC = 'int8:axis=token', 'int8:axis=tensor', 'int8:axis=tensor,static'
+PATH = 'layers/mlp/up/kernel'
+INTEGERS = [
+  'int8:axis=channel',
+  'int8:axis=tensor',
+  'int4:block=5',
+  'int8:block=4,dq',
+  'int3:block=7',
+  'int2:axis=channel',
+]
+LEADS = [(), (2, 3), (3, 4), (0, 2)]
+
+
+def _quantizing(spelling, integer='auto', compute='float32'):
+  rules = (('.*/up/kernel', spelling),)
+  return ops.Numerics(precision.policy(compute=compute), activations=rules, integer=integer)
+
+
+def _dot(spelling, integer='auto', compute='float32'):
+  numerics = _quantizing(spelling, integer, compute)
+  return jax.jit(lambda x, w, high=None: ops.dot(x, w, numerics, path=PATH, high=high))
+
+
+def _x_codes(x, largest):
+  """Codes and scales of one scale a token, in NumPy."""
+  top = np.maximum(np.abs(x).max(-1, keepdims=True), np.float32(1e-30))
+  inverse = np.float32(largest) / top
+  return np.rint(x * inverse).astype(np.int64), top * np.float32(1 / largest)
+
+
+@pytest.mark.parametrize('storage', ['int8:axis=channel', 'int8:axis=tensor', 'int4:axis=channel'])
+@pytest.mark.parametrize('spelling', [TOKEN, 'int4:axis=token'])
+@pytest.mark.parametrize('lead', [(3,), (3, 4)])
+def test_an_integer_product_is_numpys_bit_for_bit(lead, spelling, storage):
+  x, w = _normal(0, *lead, K), _quantize(_normal(2, K, N), storage)
+  x.reshape(-1, K)[1] = 0
+  codes, scale = _x_codes(x, 127 if spelling == TOKEN else 7)
+  w_codes = np.asarray(w.codes)
+  if storage.startswith('int4'):
+    w_codes = np.asarray(formats.unpack(w_codes, 4, K)).astype(np.int64) - 8
+  sums = codes @ w_codes.astype(np.int64)
+  expected = sums.astype(np.float32) * np.asarray(w.scale)[0] * scale
+  found = _dot(spelling, 'always')(x, w)
+  np.testing.assert_array_equal(found, expected)
+  assert not np.asarray(found).reshape(-1, N)[1].any()
+
+
+@pytest.mark.parametrize('storage', INTEGERS)
+@pytest.mark.parametrize('spelling', [TOKEN, TENSOR, STATIC])
+@pytest.mark.parametrize('lead', LEADS)
+def test_integers_and_floats_compute_the_same(lead, spelling, storage):
+  x, w, high = _normal(0, *lead, K), _quantize(_normal(2, K, N), storage), jnp.float32(1.2)
+  whole, floats = (np.asarray(_dot(spelling, integer)(x, w, high)) for integer in ('always', 'never'))
+  assert whole.shape == floats.shape == (*lead, N)
+  read = np.asarray(activations.fake(jnp.asarray(x), activations.parse_activations(spelling), high))
+  # Sums of integers are exact. Floats round each factor and each of the K terms; a few more are for scales.
+  bound = (K + 8) * 2.0**-24 * np.abs(read) @ np.abs(np.asarray(dequantize(w))) + 1e-30
+  assert (np.abs(whole - floats) <= bound).all()
+  exact = read.astype(np.float64) @ np.asarray(dequantize(w), np.float64)
+  assert (np.abs(whole - exact) <= bound).all()
+
+
+@pytest.mark.parametrize('storage', [None, 'nf4:block=4,dq', 'int4:block=5,asym', 'bfloat16'])
+@pytest.mark.parametrize('compute', COMPUTE)
+def test_any_other_weight_meets_the_levels_of_x_as_a_float(compute, storage):
+  x, w = _normal(0, 2, 3, K).astype(compute), _normal(2, K, N)
+  w = _quantize(w, storage) if storage else w
+  read = activations.fake(jnp.asarray(x), activations.parse_activations(TOKEN))
+  expected = ops.dot(read.astype(compute), w, NUMERICS[compute])
+  found = _dot(TOKEN, 'auto', compute)(x, w)
+  one_step = 2 * ROUNDING[compute]
+  np.testing.assert_allclose(
+    np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=one_step, atol=1e-5
+  )
+  assert (np.asarray(found) != np.asarray(ops.dot(x, w, NUMERICS[compute]))).any()
+
+
+def test_the_largest_sum_that_an_int32_holds_is_exact_and_a_longer_one_is_no_sum_of_integers():
+  k = ops.SAFE_TERMS
+  assert k == 133144
+  ones = np.ones((k, 1), np.float32)
+  found = _dot(TOKEN, 'always')(np.ones((1, k), np.float32), _quantize(ones, 'int8'))
+  np.testing.assert_allclose(found, k, rtol=1e-6)  # 127² · k is just below 2³¹: one more term would wrap
+  longer = _quantize(np.ones((k + 1, 1), np.float32), 'int8')
+  with pytest.raises(UserError, match='133145 products of codes may exceed an int32'):
+    _dot(TOKEN, 'always')(np.ones((1, k + 1), np.float32), longer)
+  assert ops.explain((9, k + 1), longer, _quantizing(TOKEN), PATH).startswith('fake')
+  np.testing.assert_allclose(_dot(TOKEN)(np.ones((1, k + 1), np.float32), longer), k + 1, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  'x_axis, w_axis, decibels', [('token', 'channel', 38.20), ('tensor', 'tensor', 36.08)]
+)
+def test_the_noise_of_eight_bits(x_axis, w_axis, decibels):
+  rng = np.random.default_rng(5)
+  x, w = rng.standard_normal((512, 4096)), rng.standard_normal((4096, 512))
+  q = _quantize(w.astype(np.float32), f'int8:axis={w_axis}')
+  found = np.asarray(_dot(f'int8:axis={x_axis}')(x.astype(np.float32), q), np.float64)
+  signal = x @ w
+  assert 10 * np.log10((signal**2).sum() / ((found - signal) ** 2).sum()) == pytest.approx(decibels, abs=0.05)
+
+
+@pytest.mark.parametrize('integer', ['always', 'never'])
+@pytest.mark.parametrize('spelling', [TOKEN, TENSOR, STATIC])
+def test_gradients_pass_the_rounding_and_stop_outside_a_static_range(spelling, integer):
+  x, g, w, adapter, _ = _arguments('float32', (3, 4), 'int8:axis=channel')
+  high, numerics = np.float32(1.1), _quantizing(spelling, integer)
+  scheme = activations.parse_activations(spelling)
+
+  def f(x, a, b):
+    return ops.dot(x, w, numerics, dataclasses.replace(adapter, a=a, b=b), path=PATH, high=jnp.asarray(high))
+
+  def plain(x, a, b):
+    kept = jnp.where(jnp.abs(x) <= high, x, 0) if scheme.is_static else x
+    straight = kept + jax.lax.stop_gradient(activations.fake(x, scheme, high) - kept)
+    return straight @ dequantize(w) + adapter.scale * (x @ a.T) @ b
+
+  found = jax.jit(lambda *p: [*jax.vjp(f, *p)[1](g), f(*p)])(x, adapter.a, adapter.b)
+  expected = jax.jit(lambda *p: [*jax.vjp(plain, *p)[1](g), plain(*p)])(x, adapter.a, adapter.b)
+  assert (np.abs(x) > high).any()
+  for left, right in zip(found, expected, strict=True):
+    np.testing.assert_allclose(left, right, rtol=1e-5, atol=2e-5)
+
+
+def test_an_input_on_the_edge_of_a_static_range_is_inside():
+  w, high = _quantize(_normal(2, 3, N), 'int8'), jnp.float32(2)
+  numerics = _quantizing(STATIC)
+  dx = jax.grad(lambda x: ops.dot(x, w, numerics, path=PATH, high=high).sum())(jnp.asarray([2.0, -2.0, 2.01]))
+  np.testing.assert_allclose(dx[:2], np.asarray(dequantize(w)).sum(-1)[:2], rtol=1e-5)
+  assert dx[2] == 0
+
+
+@pytest.mark.parametrize('spelling', [TOKEN, STATIC])
+def test_a_trained_weight_sees_the_levels_of_x(spelling):
+  x, g, w, *_ = _arguments('float32', (3, 4))
+  high, numerics = jnp.float32(1.1), _quantizing(spelling)
+  dw = jax.jit(jax.vjp(lambda w: ops.dot(x, w, numerics, path=PATH, high=high), w)[1])(g)[0]
+  read = activations.fake(jnp.asarray(x), activations.parse_activations(spelling), high)
+  np.testing.assert_allclose(dw, np.asarray(read).reshape(-1, K).T @ g.reshape(-1, N), rtol=1e-5, atol=1e-5)
+
+
+def test_packed_bytes_and_a_mask_wait_for_the_backward_pass():
+  x, _, w, *_ = _arguments('bfloat16', (5,), 'int8:axis=channel')
+  packed = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(w)]
+  high = jnp.float32(1)
+  for spelling, more in ((TOKEN, []), (STATIC, [((5, K), 'bool')])):
+    numerics = _quantizing(spelling, compute='bfloat16')
+    kept = _residuals(lambda x, n=numerics: ops.dot(x, w, n, path=PATH, high=high), x)
+    assert sorted(kept) == sorted(packed + more)
+
+
+@pytest.mark.parametrize('spelling', [TOKEN, STATIC])
+@pytest.mark.parametrize('storage', ['int8:axis=channel', 'int4:axis=channel', 'nf4:block=4'])
+def test_a_scan_and_a_map_over_a_stack_quantize_each_layers_inputs(storage, spelling):
+  x, high = _normal(0, 3, 4, K), np.float32([0.5, 1, 2])
+  w = _quantize(_normal(2, 3, K, N), storage)
+  numerics = _quantizing(spelling)
+  layer = lambda x, w, high: ops.dot(x, w, numerics, path=PATH, high=high)
+  expected = np.stack([_dot(spelling)(x[i], w[i], high[i]) for i in range(3)])
+  scanned = jax.jit(lambda *stack: jax.lax.scan(lambda _, one: (None, layer(*one)), None, stack)[1])(
+    x, w, high
+  )
+  np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(jax.jit(jax.vmap(layer))(x, w, high), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_projections_of_one_input_share_its_codes_and_a_loop_keeps_a_stack_in_bytes():
+  numerics = _quantizing(TOKEN, compute='bfloat16')
+  x = jnp.asarray(_normal(0, 4, 32, 64), jnp.bfloat16)
+  w = [_quantize(_normal(i, 64, 48), 'int8') for i in range(3)]
+  share = jax.jit(lambda x, w: [ops.dot(x, one, numerics, path=PATH) for one in w])
+  text = share.lower(x, w).compile().as_text()
+  assert len(re.findall(r'= s32\[128,48\]\S* dot\(', text)) == 3
+  assert len(re.findall(r'= s8\[4,32,64\]\S* convert\(', text)) == 1
+  stack = _quantize(_normal(9, 5, 64, 64), 'int8')
+  loop = jax.jit(
+    lambda x, w: jax.lax.scan(lambda x, one: (ops.dot(x, one, numerics, path=PATH), None), x, w)[0]
+  )
+  text = loop.lower(x, stack).compile().as_text()
+  assert 's8[5,64,64]' in text and not re.search(r'(s16|s32|f32|bf16)\[5,64,64\]', text)
+
+
+# ---- outlying inputs apart ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('spelling', [TOKEN, STATIC])
+@pytest.mark.parametrize('integer', ['always', 'never'])
+def test_outlying_inputs_multiply_rows_in_sixteen_bits(integer, spelling):
+  x, w, rows = _normal(0, 3, 4, K), _normal(2, K, N), np.array([2, 9, K], np.int32)
+  x[..., [2, 9]] *= 100
+  high = jnp.float32(4)
+  d = jax.jit(activations.decompose)(w, rows)
+  ordinary = np.where(np.isin(np.arange(K), rows), 0, x)
+  kept = np.asarray(jnp.asarray(w[[2, 9]], jnp.bfloat16), np.float32)
+  expected = np.asarray(_dot(spelling, integer)(ordinary, d.rest, high)) + x[..., [2, 9]] @ kept
+  found = np.asarray(_dot(spelling, integer)(x, d, high))
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+  whole = np.asarray(_dot(spelling, integer)(x, _quantize(w, 'int8'), high))
+  assert np.abs(found - x @ w).max() < np.abs(whole - x @ w).max() / 4  # what it is for
+  np.testing.assert_allclose(
+    jax.jit(lambda x, d: ops.dot(x, d, NUMERICS['float32']))(x, d),
+    x @ np.asarray(d.dequantize('float32')),
+    rtol=1e-5,
+    atol=1e-4,
+  )
+
+
+@pytest.mark.parametrize('spelling', ['none', TOKEN, STATIC])
+def test_the_gradient_of_outlying_inputs_is_never_cut_off(spelling):
+  x, w, rows = _normal(0, 5, K), _normal(2, K, N), np.array([2, 9], np.int32)
+  x[..., [2, 9]] *= 100
+  high, numerics = np.float32(1), _quantizing(spelling)
+  d, g = activations.decompose(w, rows), _normal(3, 5, N)
+  dx = jax.jit(jax.vjp(lambda x: ops.dot(x, d, numerics, path=PATH, high=jnp.asarray(high)), x)[1])(g)[0]
+  passes = (np.abs(x) <= high) | np.isin(np.arange(K), rows) | (spelling != STATIC)
+  np.testing.assert_allclose(
+    dx, np.where(passes, g @ np.asarray(d.dequantize('float32')).T, 0), rtol=1e-5, atol=1e-5
+  )
+
+
+def test_a_stack_of_decomposed_weights_is_scanned():
+  x, w, rows = _normal(0, 3, 4, K), _normal(2, 3, K, N), np.array([[0, 4], [3, K], [7, 1]], np.int32)
+  d = activations.decompose(w, rows)
+  numerics = _quantizing(TOKEN)
+  layer = lambda _, one: (None, ops.dot(*one, numerics, path=PATH))
+  scanned = jax.jit(lambda *stack: jax.lax.scan(layer, None, stack)[1])(x, d)
+  for i in range(3):
+    one = activations.decompose(w[i], rows[i])
+    np.testing.assert_allclose(scanned[i], _dot(TOKEN)(x[i], one), rtol=1e-5, atol=1e-5)
+
+
+# ---- which way a product takes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'storage, spelling, integer, expected',
+  [
+    ('int8', 'none', 'auto', 'plain: no rule'),
+    ('int8', TOKEN, 'auto', 'integer: codes of x as int8:axis=token'),
+    ('int8', TOKEN, 'never', "fake: .*integer = 'never'"),
+    ('int4:axis=channel', 'int4:axis=token', 'auto', 'integer'),
+    ('int4:block=7', TOKEN, 'auto', 'integer'),
+    ('int4:block=4', TOKEN, 'auto', 'fake: .*4 blocks of a weight are slower'),
+    ('int4:block=4', TOKEN, 'always', 'integer'),
+    ('nf4:block=4', TOKEN, 'auto', 'fake: .*codes of nf4:block=4 are no integers'),
+    ('int8:axis=channel,asym', TOKEN, 'auto', 'fake: .*has offsets'),
+    ('bfloat16', TOKEN, 'auto', 'fake: .*bfloat16 are no integers'),
+    (None, TOKEN, 'auto', 'fake: .*weight is not quantized'),
+  ],
+)
+def test_the_way_is_told_and_taken(storage, spelling, integer, expected):
+  x, w, numerics = _normal(0, 9, K), _normal(2, K, N), _quantizing(spelling, integer)
+  w = _quantize(w, storage) if storage else w
+  told = ops.explain(x.shape, w, numerics, PATH)
+  assert re.match(expected, told), told
+  jaxpr = jax.make_jaxpr(lambda x: ops.dot(x, w, numerics, path=PATH))(x)
+  products = [e for e in _equations(jaxpr.jaxpr) if e.primitive.name == 'dot_general']
+  is_integer = [e.outvars[0].aval.dtype == jnp.int32 for e in products]
+  assert all(is_integer) if told.startswith('integer') else not any(is_integer)
+
+
+@pytest.mark.parametrize('rows', [1, 7, 8])
+def test_few_rows_are_filled_up_on_cpu(rows):
+  numerics, w = _quantizing(TOKEN), _quantize(_normal(2, K, N), 'int8')
+  x = _normal(0, rows, K)
+  compiled = jax.jit(lambda x: ops.dot(x, w, numerics, path=PATH)).lower(x).compile().as_text()
+  assert re.findall(r'= s32\[(\d+),7\]\S* dot\(', compiled) == ['8']
+  assert ('filled up to 8' in ops.explain(x.shape, w, numerics, PATH)) == (rows < 8)
+
+
+def test_integers_that_are_demanded_run_or_raise():
+  for storage, reason in (
+    (None, 'not quantized'),
+    ('nf4', 'no integers'),
+    ('int8:axis=channel,asym', 'offsets'),
+  ):
+    w = _quantize(_normal(2, K, N), storage) if storage else _normal(2, K, N)
+    with pytest.raises(UserError, match=f"integer = 'always', but .*{reason}"):
+      _dot(TOKEN, 'always')(_normal(0, 2, K), w)
+  with pytest.raises(UserError, match="integer = 'allways'.*did you mean 'always'"):
+    _quantizing(TOKEN, 'allways')
+  with pytest.raises(UserError, match='int9'):
+    _quantizing('int9:axis=token')
+
+
+def test_a_static_scheme_without_a_range_is_refused_with_its_path():
+  w = _quantize(_normal(2, K, N), 'int8')
+  with pytest.raises(UserError, match=f"'{PATH}'.*no range.*calibrate first, or use int8:axis=tensor"):
+    _dot(STATIC)(_normal(0, 2, K), w)
+
+
+# ---- the same within a model -------------------------------------------------------------------------------
+
+
+CONFIG = ModelConfig(
+  vocab_size=10, num_layers=2, d_model=8, d_ff=12, num_heads=2, num_kv_heads=1, head_dim=4, context_length=16
+)
+
+
+def _model(spelling, remat='none'):
+  numerics = ops.Numerics(precision.policy(), activations=(('.*/down/kernel', 'none'), ('.*', spelling)))
+  return transformer.Transformer(CONFIG, numerics, remat)
+
+
+def _tokens():
+  tokens = jnp.arange(10).reshape(2, 5) % CONFIG.vocab_size
+  return tokens, jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(5), (2, 5))
+
+
+def _context():
+  _, segments, positions = _tokens()
+  return rotary_table(CONFIG, positions), attention_mask(segments, None)
+
+
+def test_each_layer_of_a_model_takes_its_own_ranges():
+  params = transformer.init_params(CONFIG, jax.random.key(0))
+  names = [
+    path for path in trees.flatten(params['layers']) if path.endswith('/kernel') and 'down' not in path
+  ]
+  act = trees.nest({path: np.float32([0.5, 2]) for path in names})
+  found = jax.jit(_model(STATIC, 'full').apply)({'params': params, 'act': {'layers': act}}, *_tokens())
+  block = transformer.Block(CONFIG, _model(STATIC).numerics, AttentionKernel(), 'none')
+  x = params['embed']['embedding'][_tokens()[0]]
+  for index in range(CONFIG.num_layers):
+    layer, ranges = jax.tree.map(lambda leaf, i=index: leaf[i], (params['layers'], act))
+    x, _ = jax.jit(block.apply)({'params': layer, 'act': ranges}, x, *_context())
+  x = rms_norm(x, params['final_norm']['scale'], CONFIG.rms_eps, CONFIG.norm_offset)
+  np.testing.assert_allclose(found, x, atol=1e-4)
+  with pytest.raises(UserError, match="'layers/attn/q/kernel'.*no range"):
+    jax.eval_shape(_model(STATIC).apply, {'params': params}, *_tokens())
+
+
+@pytest.mark.parametrize('spelling, remat', [('none', 'full'), (STATIC, 'none')])
+def test_one_layer_by_itself_shows_what_its_projections_read(spelling, remat):
+  numerics = _model(spelling).numerics
+  params = transformer.init_params(CONFIG, jax.random.key(0))
+  layer = jax.tree.map(lambda leaf: leaf[0], params['layers'])
+  x, context = jnp.asarray(_normal(0, 2, 5, CONFIG.d_model)), _context()
+  block = transformer.Block(CONFIG, numerics, AttentionKernel(), remat)
+  _, seen = block.apply({'params': layer}, x, *context, mutable=['inputs'])
+  seen = trees.flatten(seen['inputs'], lambda leaf: isinstance(leaf, tuple))
+  assert set(seen) == {path for path in trees.flatten(layer) if path.endswith('/kernel')}
+  assert all(len(calls) == 1 for calls in seen.values())
+  first = rms_norm(x, layer['attn_norm']['scale'], CONFIG.rms_eps, CONFIG.norm_offset)
+  for name in 'qkv':
+    np.testing.assert_array_equal(seen[f'attn/{name}/kernel'][0], first)
+  assert seen['mlp/down/kernel'][0].shape == (2, 5, CONFIG.d_ff)
+  if spelling == STATIC:
+    with pytest.raises(UserError, match="'layers/attn/q/kernel'.*no range"):
+      block.apply({'params': layer}, x, *context)
 
 
 # ---- rows and slices of a table ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The shape of a decoder: everything that the Llama family varies, as one frozen record."""
 
 import dataclasses
+import math
 from typing import Literal
 
 
@@ -65,6 +66,11 @@ class ModelConfig:
   norm_offset: float = 0.0
   embed_scale: float = 1.0
   activation: Literal['silu', 'gelu_tanh'] = 'silu'
+
+  @property
+  def num_parameters(self) -> int:
+    """Numbers in all parameters; a tied head counts once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(self).values())
 
   def __post_init__(self) -> None:
     sizes = ('vocab_size', 'num_layers', 'd_model', 'd_ff', 'num_heads', 'num_kv_heads', 'head_dim')

@@ -15,7 +15,6 @@ from qjax.models.attention import AttentionKernel, attend
 from qjax.models.config import ModelConfig, RopeScaling
 from qjax.models.remat import PROJECTION_OUT, named
 from qjax.ops import Numerics
-from qjax.quant.qtensor import QTensor
 from qjax.sharding import BATCH_AXES, constrain
 
 
@@ -57,7 +56,12 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 class Projection(nn.Module):
-  """x·W (+ bias), W [in, out] plain or quantized, with the adapter that the 'lora' collection may hold."""
+  """x·W (+ bias), W [in, out] plain or quantized, with the adapter that the 'lora' collection may hold.
+
+  The collection 'act' holds the range of x, a float32 scalar, where `numerics.activations` asks for a static
+  one. A caller who runs a layer with the collection 'inputs' mutable finds x in it; static ranges that are
+  still missing are then no error, and x goes in as it is.
+  """
 
   features: int
   numerics: Numerics
@@ -68,13 +72,21 @@ class Projection(nn.Module):
     # A quantized weight is no array of the shape that an initializer would promise, so an existing weight
     # is looked up, not declared.
     if self.has_variable('params', 'kernel'):
-      kernel: jax.Array | QTensor = self.get_variable('params', 'kernel')
+      kernel: ops.Projected = self.get_variable('params', 'kernel')
     else:
       kernel = self.param('kernel', nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32)
     adapter = self.get_variable('lora', 'kernel') if self.has_variable('lora', 'kernel') else None
     bias = self.param('bias', nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
     drops = adapter is not None and adapter.dropout > 0 and self.has_rng('dropout')
-    y = ops.dot(x, kernel, self.numerics, adapter, bias, self.make_rng('dropout') if drops else None)
+    key = self.make_rng('dropout') if drops else None
+    high = self.get_variable('act', 'kernel') if self.has_variable('act', 'kernel') else None
+    path: str | None = '/'.join((*self.path, 'kernel')).removeprefix('layers/')
+    path = f'layers/{path}'  # also of a layer that runs by itself
+    if self.is_mutable_collection('inputs') and not self.is_initializing():
+      self.sow('inputs', 'kernel', x)
+      if high is None and self.numerics.scheme_of(path).is_static:
+        path = None
+    y = ops.dot(x, kernel, self.numerics, adapter, bias, key, path, high)
     return named(y, PROJECTION_OUT)
 
 

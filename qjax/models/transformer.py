@@ -83,7 +83,7 @@ class Transformer(nn.Module):
     x = constrain(x, BATCH_AXES, None, None)
     layers = nn.scan(
       Block,
-      variable_axes={'params': 0, 'lora': 0},
+      variable_axes={'params': 0, 'lora': 0, 'act': 0},
       split_rngs={'params': True, 'dropout': True},
       in_axes=(nn.broadcast, nn.broadcast),
       length=c.num_layers,

@@ -12,6 +12,7 @@ configs and in the API:
 """
 
 import dataclasses
+import statistics
 from typing import Literal
 
 import jax
@@ -28,6 +29,28 @@ NF4_LEVELS = (
   0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
 # fmt: on
+
+
+# The probability at which NormalFloat's outermost level lies, that of four bits for all of them.
+_NF_OFFSET = 1 - (1 / 32 + 1 / 30) / 2
+
+
+def _normal_float(bits: int) -> tuple[float, ...]:
+  """Quantiles of N(0, 1) in [-1, 1]: 2^(bits-1) positive ones, zero, and one fewer negative ones."""
+
+  def quantiles(count: int) -> list[float]:
+    points = np.linspace(_NF_OFFSET, 0.5, count + 1)[:-1]
+    return [statistics.NormalDist().inv_cdf(float(point)) for point in points]
+
+  half = 2 ** (bits - 1)
+  levels = sorted([-x for x in quantiles(half - 1)] + [0.0] + quantiles(half))
+  return tuple(level / levels[-1] for level in levels)
+
+
+def _mirrored(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
+  """The magnitudes, zero first, in [-1, 1] with both signs; minus zero would be a second code for zero."""
+  scaled = tuple(magnitude / magnitudes[-1] for magnitude in magnitudes)
+  return tuple(-x for x in reversed(scaled[1:])) + scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +75,6 @@ class Format:
   def is_float(self) -> bool:
     return self.bits == 16
 
-  @property
-  def codes_per_byte(self) -> int:
-    return 8 // self.bits
 
 
 FORMATS = {
@@ -64,7 +84,14 @@ FORMATS = {
     Format('float16', 16),
     Format('int8', 8),
     Format('int4', 4),
+    Format('int3', 3),
+    Format('int2', 2),
     Format('nf4', 4, NF4_LEVELS),
+    Format('nf3', 3, _normal_float(3)),
+    Format('nf2', 2, _normal_float(2)),
+    # E2M1 of the OCP microscaling specification, and bitsandbytes' own four-bit float.
+    Format('fp4', 4, _mirrored((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))),
+    Format('bnb_fp4', 4, _mirrored((0.0, 1 / 192, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0))),
   )
 }
 
@@ -124,7 +151,9 @@ def parse_scheme(spelling: str) -> Scheme:
   def refuse(reason: str) -> UserError:
     return UserError(f'scheme {spelling!r}: {reason}. {GRAMMAR}')
 
-  name, _, tail = spelling.partition(':')
+  name, colon, tail = spelling.partition(':')
+  if colon and not tail:
+    raise refuse('no option follows the colon')
   if name not in FORMATS:
     raise refuse(f'{name!r} is not a format{nearest(name, FORMATS)}')
   if FORMATS[name].is_float and tail:
@@ -139,7 +168,7 @@ def parse_scheme(spelling: str) -> Scheme:
   for option in tail.split(',') if tail else ():
     key, _, value = option.partition('=')
     if key == 'block':
-      if not value.isdecimal() or int(value) < 1:
+      if not (value.isascii() and value.isdecimal()) or int(value) < 1:
         raise refuse(f'block={value} is not a whole number of at least 1')
       put('granularity', 'block')
       fields['block'] = int(value)
@@ -168,12 +197,22 @@ def parse_scheme(spelling: str) -> Scheme:
   return Scheme(format=name, **fields)  # type: ignore[arg-type]
 
 
+def packed_rows(rows: int, bits: int) -> int:
+  """Bytes that `rows` codes of one output take."""
+  if bits == 3:
+    return packed_rows(rows, 2) + packed_rows(rows, 1)
+  return -(-rows * bits // 8)
+
+
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-  """Unsigned codes [..., n, N] in bytes [..., ceil(n / c), N], c = 8 / bits codes a byte.
+  """Unsigned codes [..., n, N] in bytes [..., packed_rows(n), N], c = 8 / bits codes a byte.
 
   Byte j of m holds the codes of rows j, j + m, …: the lowest bits row j. Unpacking therefore yields
-  contiguous runs of rows, which is what a kernel's tile wants. A short tail is filled with code 0.
+  contiguous runs of rows, which is what a kernel's tile wants. A short tail is filled with code 0. Three bits
+  are two planes, the lower two bits before the highest.
   """
+  if bits == 3:
+    return jnp.concatenate([pack(codes & np.uint8(3), 2), pack(codes >> np.uint8(2), 1)], axis=-2)
   per_byte = 8 // bits
   rows = codes.shape[-2]
   m = -(-rows // per_byte)
@@ -187,6 +226,10 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 def unpack(packed: jax.Array, bits: int, rows: int) -> jax.Array:
   """The uint8 codes [..., rows, N] that `pack` put into bytes."""
+  if bits == 3:
+    low = packed_rows(rows, 2)
+    high = unpack(packed[..., low:, :], 1, rows)
+    return unpack(packed[..., :low, :], 2, rows) | (high << np.uint8(2))
   per_byte = 8 // bits
   shifts = (np.arange(per_byte, dtype=np.uint8) * bits).reshape(per_byte, 1, 1)
   planes = (packed[..., None, :, :] >> shifts) & np.uint8(2**bits - 1)
@@ -210,6 +253,7 @@ def _lookup(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
 
 def _select_tree(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
   choices = [jnp.float32(level) for level in levels]
+  choices += choices[-1:] * (-len(choices) % 2 ** (len(choices) - 1).bit_length())
   bit = 0
   while len(choices) > 1:
     is_set = (codes >> np.uint8(bit)) & np.uint8(1) != 0

@@ -92,7 +92,7 @@ class QTensor:
       a loop that slices it; a bitcast costs nothing anywhere.
     scale: [..., blocks, N] float32 or bfloat16, [..., 1, 1] for one scale a tensor, or `DoubleQuantized`;
       None for floats.
-    offset: like scale, for asymmetric integers, else None.
+    offset: float32 [..., blocks, N] for asymmetric integers, else None.
     scheme: what the codes mean.
     inputs: K.
   """
@@ -180,7 +180,7 @@ def _pack_blocks(codes: jax.Array, bits: int, block: int) -> jax.Array:
 def _unpack_blocks(packed: jax.Array, bits: int, block: int, k: int) -> jax.Array:
   *lead, _, n = packed.shape
   full = k // block
-  per_block = -(-block // (8 // bits))
+  per_block = formats.packed_rows(block, bits)
   body = packed[..., : full * per_block, :].reshape(*lead, full, per_block, n)
   codes = formats.unpack(body, bits, block).reshape(*lead, full * block, n)
   if full * block == k:
@@ -189,10 +189,16 @@ def _unpack_blocks(packed: jax.Array, bits: int, block: int, k: int) -> jax.Arra
   return jnp.concatenate([codes, tail], axis=-2)
 
 
-def quantize(w: jax.Array, scheme: str | Scheme) -> QTensor:
+def quantize(w: jax.Array, scheme: str | Scheme, clip: jax.Array | None = None) -> QTensor:
   """The weight [..., K, N] (any floating dtype) at rest in a scheme.
 
   Values must be finite; `Method.prepare` refuses a NaN or an infinity with its path before it comes here.
+
+  Args:
+    w: the weight.
+    scheme: a spelling, or parsed.
+    clip: float32 in (0, 1], broadcastable to the scales [..., blocks, N]: the share of each block's range
+      that is kept; values beyond saturate. None keeps all.
 
   Raises:
     UserError: the scheme is misspelt (with the grammar), or w has fewer than two axes.
@@ -200,36 +206,86 @@ def quantize(w: jax.Array, scheme: str | Scheme) -> QTensor:
   scheme = parse_scheme(scheme) if isinstance(scheme, str) else scheme
   if w.ndim < 2:
     raise UserError(f'a weight of shape {w.shape} has no [inputs, outputs] to quantize')
-  numbers, k = scheme.numbers, w.shape[-2]
-  if numbers.is_float:
-    return QTensor(jax.lax.bitcast_convert_type(w.astype(numbers.name), jnp.uint16), None, None, scheme, k)
-  block = scheme.block_of(k)
-  w = w.astype(jnp.float32)
+  if scheme.numbers.is_float:
+    codes = jax.lax.bitcast_convert_type(w.astype(scheme.format), jnp.uint16)
+    return QTensor(codes, None, None, scheme, w.shape[-2])
+  stored, offset = _stored_ranges(w.astype(jnp.float32), scheme, clip)
+  # Codes are chosen for the scale as it will be read back, not as it was computed.
+  codes = encode(w, scheme, _read(stored), offset)
+  return QTensor(_packed(codes, scheme), stored, offset, scheme, w.shape[-2])
 
+
+def _stored_ranges(
+  w: jax.Array, scheme: Scheme, clip: jax.Array | None
+) -> tuple[jax.Array | DoubleQuantized, jax.Array | None]:
+  """Scales and offsets of a float32 weight, as they rest."""
+  numbers = scheme.numbers
   offset: jax.Array | None = None
   if scheme.asymmetric:
     low, high = _range(w, scheme)
+    if clip is not None:
+      low, high = low * clip, high * clip
     scale = (high - low) / (2**numbers.bits - 1)
-    offset = _at_rest(low, scheme.scale)
+    offset = low  # in float32 whatever the scales: rounded to bfloat16 it could err by more than a step
   else:
-    divisor = 1 if numbers.levels is not None else numbers.largest
-    scale = _absmax(w, scheme) / divisor
-  stored = DoubleQuantized.quantize(scale) if scheme.double_quantized else _at_rest(scale, scheme.scale)
+    largest = _absmax(w, scheme)
+    scale = (largest if clip is None else largest * clip) / (1 if numbers.levels else numbers.largest)
+  return _scales_at_rest(scale, scheme), offset
 
-  # Codes are chosen for the scale as it will be read back, not as it was computed.
-  step = _spread(_read(stored), block, k)
+
+def _scales_at_rest(scale: jax.Array, scheme: Scheme) -> jax.Array | DoubleQuantized:
+  return DoubleQuantized.quantize(scale) if scheme.double_quantized else _at_rest(scale, scheme.scale)
+
+
+def ranges(
+  w: jax.Array, scheme: Scheme, clip: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+  """Scales and, of an asymmetric scheme, offsets, float32 [..., blocks, N], as they will be read back."""
+  stored, offset = _stored_ranges(w.astype(jnp.float32), scheme, clip)
+  return _read(stored), offset
+
+
+def encode(w: jax.Array, scheme: Scheme, scale: jax.Array, offset: jax.Array | None = None) -> jax.Array:
+  """The nearest codes of w [..., K, N] for given float32 scales and offsets [..., blocks, N], not packed.
+
+  Returns:
+    [..., K, N]: int8 for symmetric integers, uint8 for tables and asymmetric integers.
+  """
+  numbers, k = scheme.numbers, w.shape[-2]
+  block = scheme.block_of(k)
+  step = _spread(scale, block, k)
   safe = jnp.where(step == 0, 1, step)
+  w = w.astype(jnp.float32)
   if offset is not None:
-    zero = _spread(offset.astype(jnp.float32), block, k)
-    codes = jnp.clip(jnp.round((w - zero) / safe), 0, 2**numbers.bits - 1).astype(jnp.uint8)
-  elif numbers.levels is not None:
-    codes = formats.nearest_code(w / safe, numbers.levels)
-  else:
-    signed = jnp.clip(jnp.round(w / safe), -numbers.largest, numbers.largest)
-    unsigned = (signed + 2 ** (numbers.bits - 1)).astype(jnp.uint8)
-    codes = signed.astype(jnp.int8) if numbers.bits == 8 else unsigned
-  packed = codes if numbers.bits == 8 else _pack_blocks(codes, numbers.bits, block)
-  return QTensor(packed, stored, offset, scheme, k)
+    zero = _spread(offset, block, k)
+    return jnp.clip(jnp.round((w - zero) / safe), 0, 2**numbers.bits - 1).astype(jnp.uint8)
+  if numbers.levels is not None:
+    return formats.nearest_code(w / safe, numbers.levels)
+  return jnp.clip(jnp.round(w / safe), -numbers.largest, numbers.largest).astype(jnp.int8)
+
+
+def decode(codes: jax.Array, scheme: Scheme, scale: jax.Array, offset: jax.Array | None = None) -> jax.Array:
+  """The float32 values [..., K, N] of codes as `encode` gives them."""
+  k = codes.shape[-2]
+  block = scheme.block_of(k)
+  levels = scheme.numbers.levels
+  value = codes.astype(jnp.float32) if levels is None else formats.level_of(codes, levels)
+  value = value * _spread(scale, block, k)
+  return value if offset is None else value + _spread(offset, block, k)
+
+
+def assemble(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, scheme: Scheme) -> QTensor:
+  """A weight of codes [..., K, N] as `encode` gives them, and scales, stored as the scheme says."""
+  return QTensor(_packed(codes, scheme), _scales_at_rest(scale, scheme), offset, scheme, codes.shape[-2])
+
+
+def _packed(codes: jax.Array, scheme: Scheme) -> jax.Array:
+  bits = scheme.numbers.bits
+  if bits == 8:
+    return codes
+  if codes.dtype == jnp.int8:
+    codes = (codes + 2 ** (bits - 1)).astype(jnp.uint8)
+  return _pack_blocks(codes, bits, scheme.block_of(codes.shape[-2]))
 
 
 def _at_rest(scale: jax.Array, dtype: str) -> jax.Array:
@@ -251,18 +307,12 @@ def dequantize(q: QTensor, dtype: jnp.dtype = jnp.dtype('float32')) -> jax.Array
   numbers = q.scheme.numbers
   if q.scale is None:
     return jax.lax.bitcast_convert_type(q.codes, jnp.dtype(numbers.name)).astype(dtype)
-  block = q.scheme.block_of(q.inputs)
-  codes = q.codes if numbers.bits == 8 else _unpack_blocks(q.codes, numbers.bits, block, q.inputs)
-  if numbers.levels is not None:
-    value = formats.level_of(codes, numbers.levels)
-  elif q.scheme.asymmetric or numbers.bits == 8:
-    value = codes.astype(jnp.float32)
-  else:
-    value = codes.astype(jnp.float32) - 2 ** (numbers.bits - 1)
-  value = value * _spread(_read(q.scale), block, q.inputs)
-  if q.offset is not None:
-    value = value + _spread(_read(q.offset), block, q.inputs)
-  return value.astype(dtype)
+  codes = q.codes
+  if numbers.bits < 8:
+    codes = _unpack_blocks(codes, numbers.bits, q.scheme.block_of(q.inputs), q.inputs)
+    if numbers.levels is None and not q.scheme.asymmetric:
+      codes = codes.astype(jnp.int8) - np.int8(2 ** (numbers.bits - 1))
+  return decode(codes, q.scheme, _read(q.scale), q.offset).astype(dtype)
 
 
 def expected_nbytes(shape: tuple[int, ...], scheme: str | Scheme) -> int:
@@ -273,12 +323,12 @@ def expected_nbytes(shape: tuple[int, ...], scheme: str | Scheme) -> int:
     return 2 * int(np.prod(shape, dtype=np.int64))
   block = scheme.block_of(k)
   full, tail = divmod(k, block)
-  per_byte = scheme.numbers.codes_per_byte
-  rows = full * -(-block // per_byte) + -(-tail // per_byte)
+  bits = scheme.numbers.bits
+  rows = full * formats.packed_rows(block, bits) + formats.packed_rows(tail, bits)
   blocks = full + bool(tail)
   scales = 1 if scheme.granularity == 'tensor' else blocks * n
   if scheme.double_quantized:
     scale_bytes = blocks * n + 4 * blocks * -(-n // DQ_GROUP) + 4
   else:
-    scale_bytes = scales * {'float32': 4, 'bfloat16': 2}[scheme.scale] * (2 if scheme.asymmetric else 1)
+    scale_bytes = scales * ({'float32': 4, 'bfloat16': 2}[scheme.scale] + 4 * scheme.asymmetric)
   return int(np.prod(lead, dtype=np.int64)) * (rows * n + scale_bytes)

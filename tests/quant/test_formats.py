@@ -28,8 +28,8 @@ def _spellings():
     if name in ('bfloat16', 'float16'):
       is_valid = not options
     else:
-      has_blocks = granularity.startswith('block') or (not granularity and name in ('int4', 'nf4'))
-      is_valid = not (asym and name == 'nf4') and not (dq and (asym or scale or not has_blocks))
+      has_blocks = granularity.startswith('block') or (not granularity and FORMATS[name].bits < 8)
+      is_valid = not (asym and FORMATS[name].levels) and not (dq and (asym or scale or not has_blocks))
     for order in itertools.permutations(options):
       yield name + (':' + ','.join(order) if order else ''), is_valid
 
@@ -48,8 +48,10 @@ def test_every_spelling_round_trips_or_is_refused():
     assert parse_scheme(str(scheme)) == scheme, spelling
     assert str(parse_scheme(str(scheme))) == str(scheme), spelling
     seen.add(scheme)
-  # Floats 2; int8 and int4: 5 granularities × (asym × 2 scales), and dq for 3 blocks; nf4 without asym.
-  assert len(seen) == 2 + 2 * (5 * 4 + 3) + (5 * 2 + 3)
+  # Floats 2; integers: 5 granularities × (asym × 2 scales), and dq for 3 blocks; tables without asym.
+  tables = sum(format.levels is not None for format in FORMATS.values())
+  integers = len(FORMATS) - 2 - tables
+  assert len(seen) == 2 + integers * (5 * 4 + 3) + tables * (5 * 2 + 3)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,8 @@ def test_nf4_levels_are_quantiles_of_the_normal_distribution():
 @pytest.mark.parametrize('name', [name for name, format in FORMATS.items() if format.levels])
 def test_a_table_ascends_spans_one_and_holds_zero(name):
   levels = FORMATS[name].levels
-  assert len(levels) == 2 ** FORMATS[name].bits
+  # Minus zero is no level of its own.
+  assert len(levels) == 2 ** FORMATS[name].bits - ('fp4' in name)
   assert list(levels) == sorted(set(levels))
   assert levels[0] == -1 and levels[-1] == 1 and 0 in levels
 

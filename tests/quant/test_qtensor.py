@@ -17,6 +17,10 @@ from qjax.quant.qtensor import QTensor, dequantize, expected_nbytes, quantize
 SCHEMES = [
   'nf4:block=4',
   'nf4:block=5,dq',
+  'int3:block=5',
+  'int2:axis=channel',
+  'nf3:block=4,dq',
+  'fp4:block=5',
   'int4:block=5',
   'int4:block=4,asym',
   'int8:axis=channel',
@@ -44,17 +48,18 @@ def _codes(q):
   """Codes as float64 [..., K, N], unpacked, centred for symmetric integers."""
   numbers, k = q.scheme.numbers, q.inputs
   codes = np.asarray(q.codes)
-  if numbers.bits == 4:
+  if numbers.bits < 8:
     parts, block, row = [], q.scheme.block_of(k), 0
     for start in range(0, k, block):
       rows = min(block, k - start)
-      used = (rows + 1) // 2
-      parts.append(np.asarray(formats.unpack(codes[..., row : row + used, :], 4, rows)))
+      used = formats.packed_rows(rows, numbers.bits)
+      parts.append(np.asarray(formats.unpack(codes[..., row : row + used, :], numbers.bits, rows)))
       row += used
     assert row == codes.shape[-2]
     codes = np.concatenate(parts, -2)
   codes = codes.astype(np.float64)
-  return codes - 8 if q.scheme.format == 'int4' and not q.scheme.asymmetric else codes
+  is_centred = numbers.levels is None and numbers.bits < 8 and not q.scheme.asymmetric
+  return codes - 2 ** (numbers.bits - 1) if is_centred else codes
 
 
 def _assert_identical(actual, expected):
@@ -241,7 +246,7 @@ def test_double_quantization_costs_little(normal):
     ((65, 7), 'nf4:block=64', (32 + 1) * 7 + 4 * 2 * 7),
     ((5, 13), 'nf4:block=64,dq', 3 * 13 + 13 + 4 * 1 + 4),
     ((10, 300), 'nf4:block=5,dq', 6 * 300 + 2 * 300 + 4 * 2 * 2 + 4),
-    ((2, 10, 300), 'int4:block=5,asym,scale=bfloat16', 2 * (6 * 300 + 2 * 2 * 2 * 300)),
+    ((2, 10, 300), 'int4:block=5,asym,scale=bfloat16', 2 * (6 * 300 + (2 + 4) * 2 * 300)),
     ((5, 13), 'int8:axis=channel', 65 + 4 * 13),
     ((5, 13), 'int8:axis=tensor,asym', 65 + 8),
     ((3, 5, 13), 'bfloat16', 2 * 3 * 65),
@@ -385,4 +390,4 @@ def test_what_cannot_be_quantized_is_refused():
   with pytest.raises(UserError, match='a scheme is FORMAT'):
     quantize(np.ones((5, 5), np.float32), 'nf4:block=x')
   with pytest.raises(UserError, match='a scheme is FORMAT'):
-    expected_nbytes((5, 5), 'nf3')
+    expected_nbytes((5, 5), 'nf5')

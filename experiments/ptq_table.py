@@ -1,0 +1,230 @@
+"""What each way of quantizing a model costs, on one text, in one table.
+
+  python -m experiments.ptq_table
+  python -m experiments.ptq_table --only=fp32,bf16,int8-channel --max_tokens=8192
+
+Every row is a recipe: the model is quantized, its loss on held-out text is compared token by token with that
+of the float32 model, and the row is written to the working directory. The same command goes on where it
+stopped. Products compute in bfloat16, but for the rows fp32 and fp16.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from experiments import cli
+from qjax import quantize, records, report, trees
+from qjax.data import plain
+from qjax.errors import UserError, nearest
+from qjax.io import native
+from qjax.io.source import Source, load_source
+from qjax.method import storage_rules
+from qjax.models import transformer
+from qjax.models.attention import AttentionKernel
+from qjax.models.transformer import Transformer
+from qjax.ops import Numerics
+from qjax.precision import policy
+from qjax.progress import Bar
+from qjax.quant.sensitivity import Sensitivity, allocate, rules
+from qjax.quant.verify import clustered_error
+
+_MODEL = flags.DEFINE_string('model', 'embedded', 'A .gguf file, a Hugging Face directory, or embedded.')
+_TEXT = flags.DEFINE_string('text', plain.STATE_OF_THE_UNION, 'Held-out text: .txt or .jsonl.')
+_MAX_TOKENS = flags.DEFINE_integer('max_tokens', 65536, 'Held-out tokens at most.', lower_bound=256)
+_CALIBRATION = flags.DEFINE_integer('calibration_tokens', 16384, 'Calibration tokens.', lower_bound=256)
+_ONLY = flags.DEFINE_list('only', [], 'Rows to measure; all if not given.')
+_SENSITIVITY = flags.DEFINE_string('sensitivity', None, 'Record of experiments.sensitivity, for a mixed row.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/ptq_table', 'Where rows and the table go.')
+
+SEQ_LEN, BATCH = 256, 4
+TOKEN, TENSOR, STATIC = 'int8:axis=token', 'int8:axis=tensor', 'int8:axis=tensor,static'
+# name: method, storage of projections, activations, compute dtype.
+ROWS: dict[str, tuple[str, str, str, str]] = {
+  'fp32': ('rtn', 'float32', '', 'float32'),
+  'bf16': ('rtn', 'bfloat16', '', 'bfloat16'),
+  'fp16': ('rtn', 'float16', '', 'float16'),
+  'int8-tensor': ('rtn', 'int8:axis=tensor', '', 'bfloat16'),
+  'int8-channel': ('rtn', 'int8:axis=channel', '', 'bfloat16'),
+  'w8a8-token': ('rtn', 'int8:axis=channel', TOKEN, 'bfloat16'),
+  'w8a8-tensor': ('rtn', 'int8:axis=channel', TENSOR, 'bfloat16'),
+  'w8a8-static': ('rtn', 'int8:axis=channel', STATIC, 'bfloat16'),
+  'w8a8-token-smooth': ('smoothquant+rtn', 'int8:axis=channel', TOKEN, 'bfloat16'),
+  'w8a8-tensor-smooth': ('smoothquant+rtn', 'int8:axis=channel', TENSOR, 'bfloat16'),
+  'w8a8-static-smooth': ('smoothquant+rtn', 'int8:axis=channel', STATIC, 'bfloat16'),
+  'nf4': ('rtn', 'nf4:block=64', '', 'bfloat16'),
+  'int4': ('rtn', 'int4:block=64', '', 'bfloat16'),
+  'fp4': ('rtn', 'fp4:block=64', '', 'bfloat16'),
+  'nf3': ('rtn', 'nf3:block=64', '', 'bfloat16'),
+  'nf2': ('rtn', 'nf2:block=64', '', 'bfloat16'),
+  'int4-channel': ('rtn', 'int4:axis=channel', '', 'bfloat16'),
+  'int4-channel-clip-mse': ('rtn:clip=weight_mse', 'int4:axis=channel', '', 'bfloat16'),
+  'int4-channel-clip-act': ('rtn:clip=activation_weighted', 'int4:axis=channel', '', 'bfloat16'),
+  'int4-channel-clip-out': ('rtn:clip=layer_output', 'int4:axis=channel', '', 'bfloat16'),
+  'int4-awq': ('awq+rtn', 'int4:block=64', '', 'bfloat16'),
+  'int4-gptq': ('gptq:act_order', 'int4:block=64', '', 'bfloat16'),
+  'int4-asym': ('rtn', 'int4:block=64,asym', '', 'bfloat16'),
+  'int4-hqq': ('hqq', 'int4:block=64,asym', '', 'bfloat16'),
+  'w4a8': ('rtn', 'int4:axis=channel', TOKEN, 'bfloat16'),
+}
+MIXED = 'mixed'
+COLUMNS = {
+  'row': 'row',
+  'method': 'method',
+  'weights': 'weights',
+  'activations': 'activations',
+  'bits': 'bits a weight',
+  'difference': 'NLL difference [nats]',
+  'error': 'standard error',
+  'top1': 'same word',
+  'seconds': 'quantizing [s]',
+}
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  recipes = dict(ROWS)
+  source = load_source(_MODEL.value)
+  rules_of: dict[str, tuple[tuple[str, str], ...]] = {}
+  if _SENSITIVITY.value is not None:
+    recipes[MIXED] = ('rtn', 'nf3:block=64', '', 'bfloat16')
+    rules_of[MIXED] = _allocation(Path(_SENSITIVITY.value))
+  wanted = _ONLY.value or list(recipes)
+  for name in wanted:
+    if name not in recipes:
+      raise UserError(f'--only: there is no row {name!r}{nearest(name, recipes)}')
+  tokenizer = source.require_tokenizer()
+  held_out = plain.rows(plain.read(_TEXT.value, 'held_out'), tokenizer, SEQ_LEN, _MAX_TOKENS.value)
+  calibration = plain.rows(
+    plain.read(plain.STATE_OF_THE_UNION, 'calibration'), tokenizer, SEQ_LEN, _CALIBRATION.value
+  )
+  workdir = Path(_WORKDIR.value)
+  workdir.mkdir(parents=True, exist_ok=True)
+  settings = {
+    'model': source.fingerprint,
+    'text': _TEXT.value,
+    'tokens': held_out.num_tokens,
+    'calibration_tokens': calibration.num_tokens,
+  }
+  reference = _reference(workdir, settings, source, held_out)
+  done = _rows_of(workdir, settings)
+  for name in wanted:
+    if name not in done:
+      done[name] = _row(name, recipes[name], rules_of.get(name, ()), source, calibration, held_out, reference)
+      record = {'settings': settings, 'rows': done, 'environment': records.environment()}
+      records.write_json(workdir / 'table.json', record)
+  table = report.markdown_table([done[name] for name in recipes if name in done], COLUMNS)
+  (workdir / 'table.md').write_text(table, encoding='utf-8')
+  mean = reference['nll'].mean()
+  print(f'{held_out.num_tokens:,} tokens of {_TEXT.value}, float32 nll {mean:.4f}\n\n{table}')
+  return 0
+
+
+def _allocation(path: Path) -> tuple[tuple[str, str], ...]:
+  """Rules for the bytes that nf3 in blocks of 64 would take throughout."""
+  found = Sensitivity.load(path)
+  budget = sum(sizes['nf3:block=64'] for sizes in found.sizes().values())
+  return rules(allocate(found.costs('kl'), found.sizes(), budget))
+
+
+def _reference(
+  workdir: Path, settings: dict[str, Any], source: Source, held_out: plain.Rows
+) -> dict[str, np.ndarray]:
+  """NLL and most likely word of the float32 model, one of each a token, [tokens]."""
+  file = workdir / 'reference.npz'
+  about = json.dumps(settings, sort_keys=True)
+  if file.is_file():
+    with np.load(file) as saved:
+      if str(saved['about']) == about:
+        return {'nll': saved['nll'], 'word': saved['word']}
+    raise UserError(f'{workdir} holds rows of other settings; give another --workdir')
+  recipe = quantize.Recipe('rtn', storage_rules('float32', 'float32'))
+  variables = quantize.quantize(source.config, source.read, recipe, held_out)
+  nll, word = _measure(source, variables, Numerics(policy()), held_out, 'fp32, the reference')
+  np.savez(file, nll=nll, word=word, about=about)
+  return {'nll': nll, 'word': word}
+
+
+def _rows_of(workdir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+  file = workdir / 'table.json'
+  if not file.is_file():
+    return {}
+  record = json.loads(file.read_text(encoding='utf-8'))
+  return record['rows'] if record['settings'] == settings else {}
+
+
+def _measure(
+  source: Source, variables: Any, numerics: Numerics, held_out: plain.Rows, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+  """NLL and most likely word of every token, [tokens] each."""
+  model = Transformer(source.config, numerics, 'none', AttentionKernel('xla'))
+
+  @jax.jit
+  def step(variables: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    logits = transformer.logits(model, variables, batch['tokens'], batch['segments'], batch['positions'])
+    logits = logits.astype(jnp.float32)
+    own = jnp.take_along_axis(logits, batch['targets'][..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - own, jnp.argmax(logits, axis=-1)
+
+  nlls, words = [], []
+  with Bar(name, math.ceil(len(held_out) / BATCH)) as bar:
+    for index, batch in enumerate(held_out.batches(BATCH)):
+      nll, word = jax.device_get(step(variables, batch))
+      counted = batch['weights'] > 0
+      nlls.append(nll[counted])
+      words.append(word[counted])
+      bar.advance(index + 1)
+  return np.concatenate(nlls), np.concatenate(words)
+
+
+def _row(
+  name: str,
+  recipe: tuple[str, str, str, str],
+  first: tuple[tuple[str, str], ...],
+  source: Source,
+  calibration: plain.Rows,
+  held_out: plain.Rows,
+  reference: dict[str, np.ndarray],
+) -> dict[str, Any]:
+  method, projections, activations, compute = recipe
+  acts = (('.*', activations),) if activations else ()
+  embeddings = compute if projections in ('float32', 'bfloat16', 'float16') else 'bfloat16'
+  start = time.monotonic()
+  storage = storage_rules(projections, embeddings, first)
+  if len(first) == 7:  # a rule for each projection leaves nothing to the general one
+    storage = tuple(rule for rule in storage if rule[1] != projections or rule in first)
+  full = quantize.Recipe(method, storage, acts)
+  with Bar(f'{name}: quantizing', source.config.num_layers) as bar:
+    variables = quantize.quantize(source.config, source.read, full, calibration, bar.advance)
+  seconds = time.monotonic() - start
+  numerics = Numerics(policy(compute=compute), activations=acts)
+  nll, word = _measure(source, variables, numerics, held_out, name)
+  weights = trees.flatten(variables['params'], native.is_weight)
+  kernels = [leaf for path, leaf in weights.items() if path.endswith('kernel')]
+  owners = np.repeat(np.arange(len(held_out)), held_out.weights.sum(axis=1).astype(int))
+  gap = (nll - reference['nll']).astype(np.float64)
+  sums, counts = np.bincount(owners, gap), np.bincount(owners)
+  row = {
+    'row': name,
+    'method': method,
+    'weights': 'mixed' if first else projections,
+    'activations': activations or compute,
+    'bits': round(8 * sum(map(trees.nbytes, kernels)) / sum(leaf.size for leaf in kernels), 3),
+    'difference': round(float(gap.mean()), 4),
+    'error': round(clustered_error(sums, counts), 4),
+    'top1': round(float((word == reference['word']).mean()), 4),
+    'seconds': round(seconds, 1),
+  }
+  gap_text = f'{row["difference"]:+.4f} ± {row["error"]:.4f} nats'
+  print(f'{name}: {gap_text}, same word {row["top1"]:.4f}', flush=True)
+  return row
+
+
+if __name__ == '__main__':
+  cli.run(main)

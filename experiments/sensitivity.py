@@ -1,0 +1,127 @@
+"""What each part of a model costs when it alone is quantized, and the best schemes for a budget of bytes.
+
+  python -m experiments.sensitivity
+  python -m experiments.sensitivity --schemes=nf2:block=64+nf3:block=64+int8:axis=channel --bits=3.5
+
+For every projection (all of its layers share one scheme) and every scheme: the KL of the next-word
+distribution against the float32 model and the difference of loss, on calibration text. The working directory
+receives sensitivity.json, heatmap.png and rules.json: storage rules that experiments.quantize takes as
+--config.storage.rules. Schemes are separated by '+'.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from experiments import cli
+from qjax import records, report, trees
+from qjax.data import plain
+from qjax.errors import UserError
+from qjax.io.source import load_source, params
+from qjax.models import transformer
+from qjax.models.attention import AttentionKernel
+from qjax.models.config import parameter_shapes
+from qjax.models.transformer import Transformer
+from qjax.ops import Numerics
+from qjax.precision import policy
+from qjax.progress import Bar, stage
+from qjax.quant.formats import parse_scheme
+from qjax.quant.qtensor import dequantize, expected_nbytes, quantize
+from qjax.quant.sensitivity import Sensitivity, allocate, rules
+from qjax.quant.verify import kl_divergence
+from qjax.walk import PATHS, PROJECTIONS
+
+_MODEL = flags.DEFINE_string('model', 'embedded', 'A .gguf file, a Hugging Face directory, or embedded.')
+_SCHEMES = flags.DEFINE_string(
+  'schemes', 'nf2:block=64+nf3:block=64+nf4:block=64+int8:axis=channel', "Schemes, separated by '+'."
+)
+_BITS = flags.DEFINE_float('bits', 3.5, 'Budget: bits a projection weight, scales included.')
+_MAX_TOKENS = flags.DEFINE_integer('max_tokens', 4096, 'Tokens of calibration text.', lower_bound=256)
+_TEXT = flags.DEFINE_string('text', plain.STATE_OF_THE_UNION, 'Calibration text: .txt or .jsonl.')
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/sensitivity', 'Where results go.')
+
+SEQ_LEN, BATCH = 256, 4
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  schemes = tuple(str(parse_scheme(spelling)) for spelling in _SCHEMES.value.split('+'))
+  source = load_source(_MODEL.value)
+  rows = plain.rows(
+    plain.read(_TEXT.value, 'calibration'), source.require_tokenizer(), SEQ_LEN, _MAX_TOKENS.value
+  )
+  shapes = parameter_shapes(source.config)
+  paths = tuple(f'layers/{PATHS[name]}' for name in PROJECTIONS)
+  sizes = {path: {scheme: expected_nbytes(shapes[path], scheme) for scheme in schemes} for path in paths}
+  count = sum(int(np.prod(shapes[path])) for path in paths)
+  budget = int(_BITS.value * count / 8)
+  least = sum(min(size.values()) for size in sizes.values())
+  if budget < least:
+    lowest = 8 * least / count
+    raise UserError(f'--bits={_BITS.value} is below the least that these schemes take, {lowest:.3f}')
+
+  with stage('reading the model'):
+    weights = jax.tree.map(jnp.asarray, params(source))
+  flat = trees.flatten(weights)
+  model = Transformer(source.config, Numerics(policy(compute='bfloat16')), 'none', AttentionKernel('xla'))
+
+  def logits(weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    variables = {'params': weights}
+    found = transformer.logits(model, variables, batch['tokens'], batch['segments'], batch['positions'])
+    return found.astype(jnp.float32)
+
+  @jax.jit
+  def compare(weights: Any, changed: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    old, new = logits(weights, batch), logits(changed, batch)
+
+    def nll(found: jax.Array) -> jax.Array:
+      own = jnp.take_along_axis(found, batch['targets'][..., None], axis=-1)[..., 0]
+      return jax.nn.logsumexp(found, axis=-1) - own
+
+    counted = batch['weights']
+    kl = jax.lax.map(lambda pair: kl_divergence(*pair), (old, new))
+    return jnp.sum(kl * counted), jnp.sum((nll(new) - nll(old)) * counted)
+
+  rounded = jax.jit(lambda w, scheme: dequantize(quantize(w, scheme)), static_argnums=1)
+  kl, difference = np.zeros((2, len(paths), len(schemes)))
+  with Bar('parts', len(paths) * len(schemes)) as bar:
+    for i, path in enumerate(paths):
+      for j, scheme in enumerate(schemes):
+        changed = trees.nest(flat | {path: rounded(flat[path], parse_scheme(scheme))})
+        for batch in rows.batches(BATCH):
+          found = jax.device_get(compare(weights, changed, batch))
+          kl[i, j] += found[0] / rows.num_tokens
+          difference[i, j] += found[1] / rows.num_tokens
+        bar.advance(i * len(schemes) + j + 1, f'{path} {scheme} kl {kl[i, j]:.5f}')
+  about = {
+    'model': source.name,
+    'fingerprint': source.fingerprint,
+    'text': _TEXT.value,
+    'tokens': rows.num_tokens,
+    'environment': records.environment(),
+  }
+  as_rows = lambda grid: tuple(tuple(row) for row in grid.tolist())
+  nbytes = tuple(tuple(sizes[path][scheme] for scheme in schemes) for path in paths)
+  found = Sensitivity(about, paths, schemes, as_rows(kl), as_rows(difference), nbytes)
+  workdir = Path(_WORKDIR.value)
+  found.save(workdir / 'sensitivity.json')
+  report.sensitivity_heatmap(found.as_dict(), workdir / 'heatmap.png')
+  chosen = allocate(found.costs('kl'), found.sizes(), budget)
+  records.write_json(workdir / 'rules.json', {'bits': _BITS.value, 'rules': rules(chosen), 'gap': chosen.gap})
+  for path, scheme in chosen.schemes.items():
+    print(f'  {path:<28} {scheme}')
+  print(
+    f'{8 * chosen.nbytes / count:.3f} bits a projection weight, sum of KL {chosen.cost:.5f} '
+    f'(no choice can save more than {chosen.gap:.1e})\n'
+    f'--config.storage.rules="{json.dumps(rules(chosen))}"\nresults: {workdir}'
+  )
+  return 0
+
+
+if __name__ == '__main__':
+  cli.run(main)

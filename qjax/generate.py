@@ -1,0 +1,89 @@
+"""Greedy continuations, for comparing two models answer by answer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qjax.errors import UserError
+from qjax.models.transformer import Transformer, head_of
+from qjax.ops import matmul
+
+Tree = Any
+
+
+def greedy(
+  model: Transformer,
+  variables: Tree,
+  prompts: Sequence[Sequence[int]],
+  max_new_tokens: int,
+  eos_id: int,
+  batch_size: int = 8,
+  progress: Callable[[int], None] = lambda done: None,
+) -> list[list[int]]:
+  """The most likely continuation of every prompt, up to and without `eos_id`.
+
+  There is no cache of keys and values: every step computes all tokens again, by the very program that the
+  other measurements run. Meant for tens of prompts and tokens.
+
+  Args:
+    model: the decoder.
+    variables: its weights.
+    prompts: token ids, each at least one.
+    max_new_tokens: of each answer, at most.
+    eos_id: ends an answer.
+    batch_size: prompts at a time.
+    progress: told how many prompts are done.
+
+  Raises:
+    UserError: a prompt is empty, or does not fit the model's context together with its answer.
+  """
+  if empty := [index for index, prompt in enumerate(prompts) if not len(prompt)]:
+    raise UserError(f'prompt {empty[0]} is empty')
+  if not prompts:
+    return []
+  width = max(map(len, prompts)) + max_new_tokens
+  if width > model.config.context_length:
+    raise UserError(
+      f'the longest prompt and {max_new_tokens} new tokens take {width} of a context of '
+      f'{model.config.context_length}; shorten the prompts'
+    )
+
+  @jax.jit
+  def next_token(variables: Tree, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    segments = (places < lengths[:, None]).astype(jnp.int32)
+    positions = jnp.broadcast_to(places, tokens.shape)
+    hidden: Any = model.apply(variables, tokens, segments, positions)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    head, transposed = head_of(model.config, variables['params'])
+    dtypes = model.numerics.policy
+    return jnp.argmax(matmul(last, head, dtypes, transposed).astype(dtypes.output), axis=-1)
+
+  answers: list[list[int]] = []
+  for start in range(0, len(prompts), batch_size):
+    chosen = list(prompts[start : start + batch_size])
+    real = len(chosen)
+    chosen += [chosen[0]] * (batch_size - real)
+    tokens = np.zeros((batch_size, width), np.int32)
+    lengths = np.asarray([len(prompt) for prompt in chosen], np.int32)
+    for row, prompt in enumerate(chosen):
+      tokens[row, : len(prompt)] = prompt
+    found: list[list[int]] = [[] for _ in chosen]
+    is_done = np.arange(batch_size) >= real
+    for _ in range(max_new_tokens):
+      if is_done.all():
+        break
+      new = np.asarray(next_token(variables, tokens, lengths))
+      for row in map(int, np.flatnonzero(~is_done)):
+        if new[row] == eos_id:
+          is_done[row] = True
+        else:
+          found[row].append(int(new[row]))
+          tokens[row, lengths[row]] = new[row]
+          lengths[row] += 1
+    answers += found[:real]
+    progress(len(answers))
+  return answers

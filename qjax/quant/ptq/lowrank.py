@@ -1,0 +1,70 @@
+"""A low-rank correction of what rounding lost: LoftQ's alternation (Li et al. 2023)."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from qjax.errors import UserError
+from qjax.quant.formats import Scheme
+from qjax.quant.qtensor import QTensor, dequantize, quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+  """W ≈ Q + A·B: rounds of Q = quantize(W − A·B) and A·B = the best rank r of W − Q; the best round is kept.
+
+  Attributes:
+    rank: r.
+    rounds: of the alternation; 1 is a correction after rounding to nearest.
+    weighted: errors weigh what the inputs' second moments say (as in Guo et al. 2023, "LQ-LoRA").
+  """
+
+  rank: int = 16
+  rounds: int = 5
+  weighted: bool = False
+
+  def __post_init__(self) -> None:
+    if self.rank < 1 or self.rounds < 1:
+      raise UserError(f'loftq: rank={self.rank} and rounds={self.rounds} must be at least 1')
+
+  @property
+  def needs(self) -> frozenset[str]:
+    return frozenset({'gram'} if self.weighted else ())
+
+  def __call__(
+    self, w: jax.Array, scheme: Scheme, gram: jax.Array | None, absmax: jax.Array | None
+  ) -> tuple[QTensor, tuple[jax.Array, jax.Array, float]]:
+    del absmax
+    if self.rank > min(w.shape):
+      raise UserError(f'loftq: rank={self.rank} exceeds that of a weight {w.shape}')
+    weigh = jnp.ones(w.shape[0])
+    if self.weighted:
+      assert gram is not None
+      weigh = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 1e-12 * jnp.max(gram)))
+    q, a, b = _alternate(w, weigh, scheme, self.rank, self.rounds)
+    return q, (a, b, 1.0)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _alternate(
+  w: jax.Array, weigh: jax.Array, scheme: Scheme, rank: int, rounds: int
+) -> tuple[QTensor, jax.Array, jax.Array]:
+  """The quantized weight, Aᵀ [r, K] and B [r, N]."""
+
+  def step(factors: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+    a, b = factors
+    q = quantize(w - a.T @ b, scheme)
+    left = w - dequantize(q)
+    u, s, vt = jnp.linalg.svd(left * weigh[:, None], full_matrices=False)
+    root = jnp.sqrt(s[:rank])
+    a, b = (u[:, :rank] * root / weigh[:, None]).T, root[:, None] * vt[:rank]
+    error = jnp.sum(jnp.square((left - a.T @ b) * weigh[:, None]))
+    return (a, b), (error, q, a, b)
+
+  k, n = w.shape
+  _, (errors, *found) = jax.lax.scan(step, (jnp.zeros((rank, k)), jnp.zeros((rank, n))), length=rounds)
+  best = jnp.argmin(errors)
+  q, a, b = jax.tree.map(lambda x: x[best], found)
+  return q, a, b

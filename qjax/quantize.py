@@ -1,0 +1,174 @@
+"""Turns a model into a quantized one, layer by layer, with calibration data that sees no held-out token."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qjax import adapters, trees
+from qjax.data.plain import Rows
+from qjax.errors import UserError
+from qjax.models.config import ModelConfig, parameter_shapes
+from qjax.ops import Numerics
+from qjax.precision import policy
+from qjax.quant import activations, calibrate, ptq, qtensor
+from qjax.quant.formats import FORMATS, Scheme, parse_scheme
+from qjax.quant.ptq import LayerData
+from qjax.walk import PATHS, PROJECTIONS, SHARED_INPUTS, Layer, Moments, Walk
+
+Tree = Any
+Reader = Callable[[str, int | None], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """How a model is quantized.
+
+  Attributes:
+    method: a spelling of `quant.ptq`, for instance 'rtn', 'smoothquant+gptq:act_order', 'awq'.
+    storage: ordered rules from parameter path ('layers/mlp/down/kernel') to a scheme or a dtype.
+    activations: ordered rules from projection path to a scheme of `quant.activations`, or none at all.
+    observer: which ranges static activation schemes get.
+    batch_size: rows of calibration text at a time.
+  """
+
+  method: str
+  storage: tuple[tuple[str, str], ...]
+  activations: tuple[tuple[str, str], ...] = ()
+  observer: str = 'absmax'
+  batch_size: int = 8
+
+  def check(self, config: ModelConfig) -> dict[str, str]:
+    """The storage of every parameter.
+
+    Raises:
+      UserError: a rule, a scheme or the method cannot work for such a model.
+    """
+    storage = trees.match_rules(self.storage, list(parameter_shapes(config)), 'storage rules')
+    for path, spelling in storage.items():
+      scheme = _scheme(spelling)
+      is_projection = path.removeprefix('layers/') in PATHS.values()
+      if scheme is not None and not scheme.numbers.is_float and not is_projection:
+        raise UserError(f'{path} is no projection and cannot rest as {spelling!r}; give it a dtype')
+    ptq.make(self.method)
+    activations.rules(self.activations)
+    calibrate.observer(self.observer)
+    return storage
+
+
+def quantize(
+  config: ModelConfig,
+  read: Reader,
+  recipe: Recipe,
+  rows: Rows,
+  progress: Callable[[int], None] = lambda layer: None,
+) -> Tree:
+  """The variables of the quantized model: {'params': …} and perhaps 'lora' and 'act'.
+
+  Each layer is calibrated on what the layers before it, already quantized, hand it. Memory: the packed model,
+  one float32 layer, and the residual stream of the calibration rows.
+
+  Raises:
+    UserError: a rule or the method is misspelt, or a weight holds a NaN.
+  """
+  storage = recipe.check(config)
+  schemes = {name: _scheme(storage[f'layers/{PATHS[name]}']) for name in PROJECTIONS}
+  method = ptq.make(recipe.method)
+  scheme_of = activations.rules(recipe.activations)
+  static = [name for name in PROJECTIONS if scheme_of(f'layers/{PATHS[name]}').is_static]
+  numerics = Numerics(policy(), activations=recipe.activations)
+  needs_data = bool(method.needs) or bool(static)
+  batches = list(rows.batches(recipe.batch_size)) if needs_data else []
+  walk = Walk(config, numerics, _checked(read), batches)
+
+  stacks: dict[str, list[Any]] = {}
+  for layer in walk.layers():
+    result = method(_layer_data(config, layer, walk, method.needs), lambda name: schemes[name])
+    changed = {PATHS[name]: weight for name, weight in result.weights.items()}
+    changed |= {f'{name}/scale': norm for name, norm in result.norms.items()}
+    changed |= {f'attn/{name}/bias': bias for name, bias in result.biases.items()}
+    flat = trees.flatten(layer.params) | changed
+    params = trees.nest(flat)
+    lora = {PATHS[name]: adapters.Adapter(*factors) for name, factors in result.adapters.items()}
+    act = _ranges(walk, params, static, recipe.observer, scheme_of, layer.index)
+    if batches:
+      walk.apply({'params': params, 'lora': trees.nest(lora), 'act': trees.nest(act)})
+    for collection, leaves in (('params', flat), ('lora', lora), ('act', act)):
+      for path, leaf in leaves.items():
+        stacks.setdefault(f'{collection}/layers/{path}', []).append(leaf)
+    progress(layer.index + 1)
+
+  variables = {path: jax.tree.map(lambda *x: jnp.stack(x), *leaves) for path, leaves in stacks.items()}
+  for path in parameter_shapes(config):
+    if not path.startswith('layers/'):
+      variables[f'params/{path}'] = _at_rest(walk.read(path, None), storage[path])
+  return trees.nest(variables)
+
+
+def _scheme(spelling: str) -> Scheme | None:
+  """None where a projection stays float32."""
+  return None if spelling == 'float32' else parse_scheme(spelling)
+
+
+def _at_rest(w: np.ndarray, spelling: str) -> Any:
+  scheme = _scheme(spelling)
+  if scheme is None:
+    return jnp.asarray(w)
+  return qtensor.quantize(jnp.asarray(w), scheme) if w.ndim > 1 else jnp.asarray(w, scheme.format)
+
+
+def _checked(read: Reader) -> Reader:
+  def checked(path: str, layer: int | None) -> np.ndarray:
+    w = read(path, layer)
+    if not np.isfinite(w).all():
+      where = path if layer is None else f'{path}, layer {layer}'
+      raise UserError(f'{where} holds a NaN or an infinity: the model file is damaged')
+    return w
+
+  return checked
+
+
+def _layer_data(config: ModelConfig, layer: Layer, walk: Walk, needs: frozenset[str]) -> LayerData:
+  flat = trees.flatten(layer.params)
+  moments: Mapping[str, Moments] = walk.observe(layer.params) if needs else {}
+  return LayerData(
+    weights={name: flat[PATHS[name]] for name in PROJECTIONS},
+    norms={name: flat[f'{name}/scale'] for name in ('attn_norm', 'mlp_norm')},
+    norm_offset=config.norm_offset,
+    biases={name: flat[f'attn/{name}/bias'] for name in 'qkv' if f'attn/{name}/bias' in flat},
+    gram={name: m.gram / m.tokens.astype(jnp.float32) for name, m in moments.items()},
+    absmax={name: m.absmax for name, m in moments.items()},
+    num_heads=config.num_heads,
+    num_kv_heads=config.num_kv_heads,
+    head_dim=config.head_dim,
+  )
+
+
+def _ranges(
+  walk: Walk,
+  params: Tree,
+  static: list[str],
+  observer: str,
+  scheme_of: Callable[[str], activations.ActivationScheme],
+  index: int,
+) -> dict[str, jax.Array]:
+  """The largest input, float32 [], of each projection whose activation scheme is static."""
+  if not static:
+    return {}
+  watch = calibrate.observer(observer)
+  states: dict[str, Any] = {}
+  for inputs, valid in walk.inputs({'params': params}):
+    for name, x in inputs.items():
+      states[name] = watch.update(states.get(name, watch.init()), x, valid)
+  found = {}
+  for group in SHARED_INPUTS:
+    for name in set(group) & set(static):
+      bits = FORMATS[scheme_of(f'layers/{PATHS[name]}').format].bits
+      try:
+        found[PATHS[name]] = jnp.asarray(watch.range(states[group[0]], bits).high, jnp.float32)
+      except UserError as error:
+        raise UserError(f'inputs of layers/{PATHS[name]}, layer {index}: {error}') from None
+  return found
