@@ -47,7 +47,8 @@ class AWQ:
 
 
 def _scales(size: jax.Array, alpha: float) -> jax.Array:
-  s = jnp.maximum(size, 1e-8) ** alpha
+  # An input that is nearly always zero must not stretch the range of the others.
+  s = jnp.maximum(size, jnp.maximum(1e-4 * jnp.max(size), 1e-8)) ** alpha
   s = s / jnp.sqrt(jnp.max(s) * jnp.min(s))
   return jnp.clip(s, 1e-4, 1e4)
 

@@ -54,6 +54,7 @@ def _gptq(w: jax.Array, gram: jax.Array, scheme: Scheme, act_order: bool, damp: 
   order = jnp.argsort(-moments, stable=True) if act_order else jnp.arange(k)
 
   # The upper Cholesky factor of the inverse Hessian, in the order of the rows.
+  # An input that calibration never saw is on its own and rounds to nearest.
   is_dead = moments <= 0
   hessian = gram + jnp.diag(jnp.where(is_dead, 1.0, damp * jnp.mean(moments)))
   hessian = hessian[order][:, order]
@@ -66,7 +67,7 @@ def _gptq(w: jax.Array, gram: jax.Array, scheme: Scheme, act_order: bool, damp: 
   pad = count * BLOCK - k
   is_padding = jnp.arange(count * BLOCK) >= k
   upper = jnp.pad(upper, ((0, pad), (0, pad))) + jnp.diag(is_padding.astype(jnp.float32))
-  todo = jnp.pad(jnp.where(is_dead[:, None], 0, w)[order], ((0, pad), (0, 0)))
+  todo = jnp.pad(w[order], ((0, pad), (0, 0)))
   row_of = jnp.pad(rows[order], (0, pad))
   one_row = dataclasses.replace(scheme, granularity='channel', block=0)
 

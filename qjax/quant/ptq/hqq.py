@@ -46,6 +46,7 @@ def _hqq(w: jax.Array, scheme: Scheme, rounds: int, p: float) -> QTensor:
   scale, start = ranges(w, scheme)
   assert start is not None
   member = jnp.repeat(jnp.arange(blocks), block, total_repeat_length=blocks * block)[:k]
+  unit = jnp.where(scale == 0, 1, scale)[member]  # errors are counted in steps
   counts = jnp.bincount(member, length=blocks)[:, None].astype(jnp.float32)
 
   def values(offset: jax.Array) -> jax.Array:
@@ -55,9 +56,9 @@ def _hqq(w: jax.Array, scheme: Scheme, rounds: int, p: float) -> QTensor:
     offset, best, least = carry
     beta = 10.0 * 1.01**i
     found = values(offset)
-    gap = w - found
+    gap = (w - found) / unit
     size = jnp.abs(gap)
-    sparse = jnp.sign(gap) * jnp.maximum(size - jnp.maximum(size, 1e-8) ** (p - 1) / beta, 0)
+    sparse = unit * jnp.sign(gap) * jnp.maximum(size - jnp.maximum(size, 1e-8) ** (p - 1) / beta, 0)
     # Where the error is taken for sparse, the offset need not pay for it.
     shift = jax.ops.segment_sum(w - sparse - found, member, blocks) / counts
     moved = offset + shift

@@ -42,7 +42,8 @@ class LowRank:
     weigh = jnp.ones(w.shape[0])
     if self.weighted:
       assert gram is not None
-      weigh = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 1e-12 * jnp.max(gram)))
+      moments = jnp.diagonal(gram)
+      weigh = jnp.sqrt(jnp.maximum(moments, jnp.maximum(1e-12 * jnp.max(moments), 1e-30)))
     q, a, b = _alternate(w, weigh, scheme, self.rank, self.rounds)
     return q, (a, b, 1.0)
 
@@ -53,14 +54,17 @@ def _alternate(
 ) -> tuple[QTensor, jax.Array, jax.Array]:
   """The quantized weight, Aᵀ [r, K] and B [r, N]."""
 
+  def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a.T, b, precision=jax.lax.Precision.HIGHEST)
+
   def step(factors: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     a, b = factors
-    q = quantize(w - a.T @ b, scheme)
+    q = quantize(w - product(a, b), scheme)
     left = w - dequantize(q)
     u, s, vt = jnp.linalg.svd(left * weigh[:, None], full_matrices=False)
     root = jnp.sqrt(s[:rank])
     a, b = (u[:, :rank] * root / weigh[:, None]).T, root[:, None] * vt[:rank]
-    error = jnp.sum(jnp.square((left - a.T @ b) * weigh[:, None]))
+    error = jnp.sum(jnp.square((left - product(a, b)) * weigh[:, None]))
     return (a, b), (error, q, a, b)
 
   k, n = w.shape

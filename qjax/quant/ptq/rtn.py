@@ -13,6 +13,7 @@ from qjax.quant.qtensor import QTensor, quantize
 LEARNED = 'learned'
 _round = jax.jit(quantize, static_argnums=1)
 
+
 @dataclasses.dataclass(frozen=True)
 class Nearest:
   """Each weight to the nearest level.
@@ -48,4 +49,3 @@ class Nearest:
     elif self.clip == 'weight_mse':
       stats = None
     return _round(w, scheme, clipping.search(w, scheme, self.clip, stats)), None
-

@@ -18,7 +18,8 @@ from qjax.quant.ptq.hqq import HQQ
 from qjax.quant.ptq.lowrank import LowRank
 from qjax.quant.qtensor import QTensor, decode, dequantize, encode, quantize, ranges
 
-D, F, HEADS, KV, C = 24, 40, 6, 2, 4
+# Projections of two shapes: each is compiled for itself.
+D, F, HEADS, KV, C = 24, 24, 6, 2, 4
 SHAPES = {
   'q': (D, HEADS * C), 'k': (D, KV * C), 'v': (D, KV * C), 'o': (HEADS * C, D),
   'gate': (D, F), 'up': (D, F), 'down': (F, D),
@@ -169,10 +170,12 @@ def test_gptq_without_correlations_rounds_to_nearest() -> None:
   np.testing.assert_array_equal(q.codes, quantize(w, INT4).codes)
 
 
-def test_gptq_leaves_inputs_that_are_never_used_at_zero() -> None:
-  w = jnp.asarray(np.random.default_rng(0).normal(size=(16, 3)), jnp.float32)
-  q, _ = GPTQ()(w, INT4, jnp.eye(16).at[5, 5].set(0), None)
-  assert not np.asarray(dequantize(q))[5].any() and np.isfinite(np.asarray(dequantize(q))).all()
+def test_gptq_rounds_inputs_that_calibration_never_saw_to_nearest() -> None:
+  w = jnp.asarray(np.random.default_rng(0).normal(size=(24, 8)), jnp.float32)
+  gram = layer().gram['q'].at[5].set(0).at[:, 5].set(0)
+  q, _ = GPTQ()(w, INT4, gram, None)
+  np.testing.assert_array_equal(dequantize(q)[5], dequantize(quantize(w, INT4))[5])
+  assert np.isfinite(np.asarray(dequantize(q))).all()
 
 
 def test_hqq_lowers_the_absolute_error_of_every_block() -> None:
@@ -184,6 +187,8 @@ def test_hqq_lowers_the_absolute_error_of_every_block() -> None:
     ours, theirs = (e[start : start + 16].sum(0) for e in (found, plain))
     assert (ours <= theirs * (1 + 1e-5)).all()
   assert found.sum() < 0.98 * plain.sum()
+  # Sizes are counted in steps of the scale, so a weight and its quarter have the same codes.
+  np.testing.assert_array_equal(HQQ()(w / 4, scheme, None, None)[0].codes, q.codes)
   with pytest.raises(UserError, match='add asym'):
     HQQ()(w, parse_scheme('int3:block=16'), None, None)
 
@@ -199,6 +204,11 @@ def test_more_rounds_of_a_low_rank_correction_never_hurt(weighted: bool) -> None
   assert errors[0] >= errors[1] * (1 - 1e-5) >= errors[2] * (1 - 1e-4)
   rank_one = np.sum(np.square(np.asarray(w - dequantize(quantize(w, INT4))) * weigh))
   assert errors[0] < rank_one
+
+
+def test_a_low_rank_correction_of_unseen_inputs_is_finite() -> None:
+  q, (a, b, _) = LowRank(4, 2, True)(layer().weights['q'], INT4, jnp.zeros((D, D)), None)
+  assert all(np.isfinite(np.asarray(x)).all() for x in (dequantize(q), a, b))
 
 
 def test_a_float_or_missing_scheme_leaves_the_weight() -> None:
