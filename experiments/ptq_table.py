@@ -32,7 +32,7 @@ from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import policy
 from qjax.progress import Bar
-from qjax.quant.sensitivity import Sensitivity, allocate, rules
+from qjax.quant.sensitivity import Sensitivity, allocate, rules, with_default
 from qjax.quant.verify import clustered_error
 
 _MODEL = flags.DEFINE_string('model', 'embedded', 'A .gguf file, a Hugging Face directory, or embedded.')
@@ -93,8 +93,8 @@ def main(argv: list[str]) -> int:
   source = load_source(_MODEL.value)
   rules_of: dict[str, tuple[tuple[str, str], ...]] = {}
   if _SENSITIVITY.value is not None:
-    recipes[MIXED] = ('rtn', 'nf3:block=64', '', 'bfloat16')
-    rules_of[MIXED] = _allocation(Path(_SENSITIVITY.value))
+    default, rules_of[MIXED] = _allocation(Path(_SENSITIVITY.value))
+    recipes[MIXED] = ('rtn', default, '', 'bfloat16')
   wanted = _ONLY.value or list(recipes)
   for name in wanted:
     if name not in recipes:
@@ -126,11 +126,11 @@ def main(argv: list[str]) -> int:
   return 0
 
 
-def _allocation(path: Path) -> tuple[tuple[str, str], ...]:
-  """Rules for the bytes that nf3 in blocks of 64 would take throughout."""
+def _allocation(path: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
+  """The usual scheme and rules for others, for the bytes that nf3 in blocks of 64 would take throughout."""
   found = Sensitivity.load(path)
   budget = sum(sizes['nf3:block=64'] for sizes in found.sizes().values())
-  return rules(allocate(found.costs('kl'), found.sizes(), budget))
+  return with_default(rules(allocate(found.costs('kl'), found.sizes(), budget)))
 
 
 def _reference(
@@ -197,8 +197,6 @@ def _row(
   embeddings = compute if projections in ('float32', 'bfloat16', 'float16') else 'bfloat16'
   start = time.monotonic()
   storage = storage_rules(projections, embeddings, first)
-  if len(first) == 7:  # a rule for each projection leaves nothing to the general one
-    storage = tuple(rule for rule in storage if rule[1] != projections or rule in first)
   full = quantize.Recipe(method, storage, acts)
   with Bar(f'{name}: quantizing', source.config.num_layers) as bar:
     variables = quantize.quantize(source.config, source.read, full, calibration, bar.advance)

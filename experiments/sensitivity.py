@@ -5,11 +5,10 @@
 
 For every projection (all of its layers share one scheme) and every scheme: the KL of the next-word
 distribution against the float32 model and the difference of loss, on calibration text. The working directory
-receives sensitivity.json, heatmap.png and rules.json: storage rules that experiments.quantize takes as
---config.storage.rules. Schemes are separated by '+'.
+receives sensitivity.json, heatmap.png and rules.json; the flags that give experiments.quantize the choice are
+printed. Schemes are separated by '+'.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from qjax.precision import policy
 from qjax.progress import Bar, stage
 from qjax.quant.formats import parse_scheme
 from qjax.quant.qtensor import dequantize, expected_nbytes, quantize
-from qjax.quant.sensitivity import Sensitivity, allocate, rules
+from qjax.quant.sensitivity import Sensitivity, allocate, rules, with_default
 from qjax.quant.verify import kl_divergence
 from qjax.walk import PATHS, PROJECTIONS
 
@@ -112,13 +111,18 @@ def main(argv: list[str]) -> int:
   found.save(workdir / 'sensitivity.json')
   report.sensitivity_heatmap(found.as_dict(), workdir / 'heatmap.png')
   chosen = allocate(found.costs('kl'), found.sizes(), budget)
-  records.write_json(workdir / 'rules.json', {'bits': _BITS.value, 'rules': rules(chosen), 'gap': chosen.gap})
+  default, others = with_default(rules(chosen))
+  records.write_json(
+    workdir / 'rules.json', {'bits': _BITS.value, 'projections': default, 'rules': others, 'gap': chosen.gap}
+  )
+  spelled = ', '.join(f'("{pattern}", "{scheme}")' for pattern, scheme in others)
   for path, scheme in chosen.schemes.items():
     print(f'  {path:<28} {scheme}')
   print(
     f'{8 * chosen.nbytes / count:.3f} bits a projection weight, sum of KL {chosen.cost:.5f} '
     f'(no choice can save more than {chosen.gap:.1e})\n'
-    f'--config.storage.rules="{json.dumps(rules(chosen))}"\nresults: {workdir}'
+    f"--config.storage.projections={default} --config.storage.rules='({spelled}{',' if others else ''})'\n"
+    f'results: {workdir}'
   )
   return 0
 

@@ -5,6 +5,7 @@ projection in one array and one scheme), or a pair (layer, path) where layers ma
 multiple-choice knapsack problem (Kellerer, Pferschy & Pisinger 2004, "Knapsack Problems", ch. 11).
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -225,6 +226,12 @@ def rules(allocation: Allocation[Any]) -> tuple[tuple[str, str], ...]:
         'path (`by_path` sums its layers)'
       )
   return tuple((re.escape(path), scheme) for path, scheme in found.items())
+
+
+def with_default(given: Sequence[tuple[str, str]]) -> tuple[str, tuple[tuple[str, str], ...]]:
+  """The most frequent scheme of some rules, and the rules of those that have another."""
+  default = collections.Counter(scheme for _, scheme in given).most_common(1)[0][0]
+  return default, tuple(rule for rule in given if rule[1] != default)
 
 
 # ---- records -----------------------------------------------------------------------------------------------

@@ -203,3 +203,9 @@ def test_damaged_records_are_refused(tmp_path, change, message):
     Sensitivity.load(path)
   with pytest.raises(UserError, match='there is no sensitivity record'):
     Sensitivity.load(tmp_path / 'other.json')
+
+
+def test_the_most_frequent_scheme_is_the_default() -> None:
+  given = (('a', 'nf4'), ('b', 'nf3'), ('c', 'nf4'))
+  assert sensitivity.with_default(given) == ('nf4', (('b', 'nf3'),))
+  assert sensitivity.with_default(given[:1]) == ('nf4', ())
