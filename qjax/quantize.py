@@ -82,7 +82,7 @@ def quantize(
   numerics = Numerics(policy(), activations=recipe.activations)
   needs_data = bool(method.needs) or bool(static)
   batches = list(rows.batches(recipe.batch_size)) if needs_data else []
-  walk = Walk(config, numerics, _checked(read), batches)
+  walk = Walk(config, numerics, _checked(read, storage), batches)
 
   stacks: dict[str, list[Any]] = {}
   for layer in walk.layers():
@@ -120,11 +120,13 @@ def _at_rest(w: np.ndarray, spelling: str) -> Any:
   return qtensor.quantize(jnp.asarray(w), scheme) if w.ndim > 1 else jnp.asarray(w, scheme.format)
 
 
-def _checked(read: Reader) -> Reader:
+def _checked(read: Reader, storage: Mapping[str, str]) -> Reader:
   def checked(path: str, layer: int | None) -> np.ndarray:
     w = read(path, layer)
+    where = path if layer is None else f'{path}, layer {layer}'
+    if storage[path] == 'float16' and np.abs(w).max(initial=0) > np.finfo(np.float16).max:
+      raise UserError(f'{where} goes beyond the largest float16 (65504); use bfloat16 or float32')
     if not np.isfinite(w).all():
-      where = path if layer is None else f'{path}, layer {layer}'
       raise UserError(f'{where} holds a NaN or an infinity: the model file is damaged')
     return w
 

@@ -223,6 +223,18 @@ def test_a_weight_that_is_not_finite_is_refused_by_path(source: Source, rows: pl
     quantize.quantize(source.config, read, recipe(), rows)
 
 
+def test_a_weight_beyond_float16_is_refused_by_path(source: Source, rows: plain.Rows) -> None:
+  def read(path: str, layer: int | None) -> np.ndarray:
+    w = source.read(path, layer)
+    if path == 'embed/embedding':
+      w[3, 4] = 7e4
+    return w
+
+  chosen = quantize.Recipe('rtn', storage_rules('int8:axis=channel', 'float16'))
+  with pytest.raises(UserError, match='embed/embedding goes beyond the largest float16'):
+    quantize.quantize(source.config, read, chosen, rows)
+
+
 # ---- the verdict -------------------------------------------------------------------------------------------
 
 
