@@ -7,8 +7,8 @@ EXTRAS ?=
 # Further flags, for `make train` and for `make test`.
 ARGS ?=
 PYTEST_ARGS ?=
-# Test processes. Each compiles on all cores already, so more of them mostly cost memory.
-WORKERS ?= 0
+# Test processes, about 5 GB each. Most of a test is compiling, which keeps one core busy.
+WORKERS ?= 2
 # Further flags for pip, e.g. an index with CPU builds of torch for `make interop`.
 PIP_ARGS ?=
 
@@ -69,7 +69,7 @@ train: $(STAMP_TRAIN)  ## fine-tune a small model with QLoRA; ARGS= passes flags
 	$(VENV)/bin/python -m experiments.train --config=configs/qlora.py $(ARGS)
 
 test: lint  ## lint, check types and run the tests; PYTEST_ARGS= passes flags, WORKERS= sets processes
-	$(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMP_TEST)  ## ruff and mypy only
 	$(VENV)/bin/python -m ruff check .

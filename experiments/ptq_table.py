@@ -20,12 +20,11 @@ import numpy as np
 from absl import flags
 
 from experiments import cli
-from qjax import quantize, records, report, trees
+from qjax import quantize, records, report, storage, trees
 from qjax.data import plain
 from qjax.errors import UserError, nearest
 from qjax.io import native
 from qjax.io.source import Source, load_source
-from qjax.method import storage_rules
 from qjax.models import transformer
 from qjax.models.attention import AttentionKernel
 from qjax.models.transformer import Transformer
@@ -144,8 +143,8 @@ def _reference(
       if str(saved['about']) == about:
         return {'nll': saved['nll'], 'word': saved['word']}
     raise UserError(f'{workdir} holds rows of other settings; give another --workdir')
-  recipe = quantize.Recipe('rtn', storage_rules('float32', 'float32'))
-  variables = quantize.quantize(source.config, source.read, recipe, held_out)
+  recipe = quantize.Recipe('rtn', storage.rules('float32', 'float32'))
+  variables = quantize.quantize(source.config, source.read, recipe, None)
   nll, word = _measure(source, variables, Numerics(policy()), held_out, 'fp32, the reference')
   np.savez(file, nll=nll, word=word, about=about)
   return {'nll': nll, 'word': word}
@@ -196,8 +195,7 @@ def _row(
   acts = (('.*', activations),) if activations else ()
   embeddings = compute if projections in ('float32', 'bfloat16', 'float16') else 'bfloat16'
   start = time.monotonic()
-  storage = storage_rules(projections, embeddings, first)
-  full = quantize.Recipe(method, storage, acts)
+  full = quantize.Recipe(method, storage.rules(projections, embeddings, first), acts)
   with Bar(f'{name}: quantizing', source.config.num_layers) as bar:
     variables = quantize.quantize(source.config, source.read, full, calibration, bar.advance)
   seconds = time.monotonic() - start

@@ -17,7 +17,7 @@ import jax
 from ml_collections import ConfigDict
 
 from qjax import method as methods
-from qjax import optim, precision, quantize, sharding, train
+from qjax import optim, precision, quantize, sharding, storage, train
 from qjax.adapters import LoraSpec
 from qjax.data import pipeline, plain
 from qjax.data.tokenizer import Tokenizer
@@ -403,9 +403,9 @@ def quantization(config: ConfigDict) -> Quantization:
   """
   fields = fields_from(QuantizeFields, json_ready(config.to_dict()))
   source = load_source(fields.model.path)
-  storage = methods.storage_rules(fields.storage.projections, fields.storage.embeddings, fields.storage.rules)
+  rules = storage.rules(fields.storage.projections, fields.storage.embeddings, fields.storage.rules)
   recipe = quantize.Recipe(
-    fields.method, storage, fields.activations, fields.observer, fields.calibration.batch_size
+    fields.method, rules, fields.activations, fields.observer, fields.calibration.batch_size
   )
   recipe.check(source.config)
   rows = _text(fields.calibration, source.require_tokenizer(), 'calibration', 'config.calibration')

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qjax import adapters, trees
+from qjax import adapters, storage, trees
 from qjax.adapters import LoraSpec
 from qjax.errors import UserError
 from qjax.ops import Numerics
-from qjax.quant import qtensor
-from qjax.quant.formats import FORMATS, Scheme, parse_scheme
+from qjax.quant.formats import FORMATS
 
 Tree = Any
 Reader = Callable[[str, int | None], np.ndarray]
@@ -25,9 +24,6 @@ Place = Callable[[str, jax.Array], jax.Array]
 
 # Storage of a leaf that is plain and in the policy's param dtype: what a trained leaf must have.
 PARAM = 'param'
-PROJECTIONS = r'layers/.*/kernel'
-
-_quantize = jax.jit(qtensor.quantize, static_argnums=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +89,15 @@ class Method:
         be trained or is no projection, a target without a match.
     """
     paths = list(shapes)
-    storage = trees.match_rules(self.storage, paths, 'storage rules')
-    for path, kind in storage.items():
-      if kind == PARAM:
-        continue
-      scheme = None if kind == 'float32' else _scheme(kind, path)
-      if self.is_trainable(f'params/{path}'):
+    kinds = storage.plan(self.storage, paths, (PARAM,))
+    for path, kind in kinds.items():
+      if kind != PARAM and self.is_trainable(f'params/{path}'):
         raise UserError(f'{path} is trained and cannot rest as {kind!r}; store it as {PARAM!r}')
-      if scheme is not None and not scheme.numbers.is_float and not trees.is_match(PROJECTIONS, path):
-        raise UserError(f'{path} is no projection (layers/…/kernel) and cannot rest as {kind!r}; use a dtype')
     if self.trainable.lora is not None:
       adapters.targets(self.trainable.lora, shapes)
     else:
       trees.select(self.trainable.pattern, [f'params/{path}' for path in paths], 'trainable')
-    return storage
+    return kinds
 
   def prepare(
     self,
@@ -131,11 +122,11 @@ class Method:
     Raises:
       UserError: as `plan`, and a NaN or an infinity in a weight, by path.
     """
-    storage = self.plan(shapes)
+    kinds = self.plan(shapes)
     flat: dict[str, Any] = {}
     for path in shapes:
       progress(path)
-      leaf = self._stored(path, shapes[path], storage[path], read)
+      leaf = self._stored(path, shapes[path], kinds[path], read)
       flat[f'params/{path}'] = _place(place, f'params/{path}', leaf)
     if self.trainable.lora is not None:
       fresh = adapters.init(self.trainable.lora, shapes, key, self.numerics.policy.param)
@@ -154,21 +145,10 @@ class Method:
     return jax.eval_shape(make, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 
   def _stored(self, path: str, shape: tuple[int, ...], kind: str, read: Reader) -> Any:
-    # Norms and biases rest plain, vectors of a layer as they are.
-    if kind in (PARAM, 'float32') or len(shape) - path.startswith('layers/') < 2:
-      dtype = self.numerics.policy.param if kind == PARAM else jnp.dtype(kind)
-      return jnp.asarray(_stack(path, shape, lambda w: _checked(w, path, dtype), read))
-    scheme = parse_scheme(kind)
-    # A weight beyond the largest float16 is refused by `_checked`; other schemes quantize from float32.
-    dtype = jnp.dtype(kind if scheme.numbers.is_float else 'float32')
-    return _stack(path, shape, lambda w: _quantize(_checked(w, path, dtype), scheme), read)
-
-
-def _scheme(kind: str, path: str) -> Scheme:
-  try:
-    return parse_scheme(kind)
-  except UserError as error:
-    raise UserError(f'storage of {path}: {error}. A dtype (float32, bfloat16, float16) will do') from None
+    if kind == PARAM:
+      dtype = self.numerics.policy.param
+      return _stack(path, shape, lambda w: storage.checked(w, path, dtype), read)
+    return _stack(path, shape, lambda w: storage.rest(w, kind, path), read)
 
 
 class _Zeros:
@@ -189,39 +169,8 @@ def _stack(path: str, shape: tuple[int, ...], store: Callable[[Any], Any], read:
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def _checked(w: Any, path: str, dtype: jnp.dtype) -> jax.Array:
-  """w in `dtype`, on the device.
-
-  Raises:
-    UserError: it holds a NaN or an infinity, or becomes infinite in `dtype`.
-  """
-  if isinstance(w, np.ndarray):
-    if not np.isfinite(w).all():
-      where = tuple(int(i) for i in np.argwhere(~np.isfinite(w))[0])
-      raise UserError(
-        f'{path} holds {w[where]} at {where}: the model file is damaged or was saved from a failed run'
-      )
-    if dtype == jnp.float16 and np.abs(w).max(initial=0) > np.finfo(np.float16).max:
-      raise UserError(
-        f'{path} holds {np.abs(w).max():g}, beyond the largest float16 (65504); use bfloat16 or float32'
-      )
-  return jnp.asarray(w, dtype)
-
-
 def _place(place: Place, path: str, leaf: Any) -> Any:
   return trees.map_with_path(lambda sub, x: place(f'{path}/{sub}' if sub else path, x), leaf)
-
-
-def storage_rules(
-  projections: str, embeddings: str, first: tuple[tuple[str, str], ...] = ()
-) -> tuple[tuple[str, str], ...]:
-  """Storage of a base that rests: `first`, then projections, then embedding and head; vectors in float32."""
-  return (
-    *first,
-    (PROJECTIONS, projections),
-    ('(embed|head)/.*', embeddings),
-    ('.*/(scale|bias)', 'float32'),
-  )
 
 
 def full(numerics: Numerics, update: Update) -> Method:
@@ -249,8 +198,8 @@ def lora(
     rules: storage rules that go first, for single layers' leaves.
     name: for records.
   """
-  storage = storage_rules(projections, embeddings, rules)
-  return Method(name, storage, numerics, Trainable('lora/.*', spec), update)
+  stored = storage.rules(projections, embeddings, rules)
+  return Method(name, stored, numerics, Trainable('lora/.*', spec), update)
 
 
 def qlora(

@@ -28,7 +28,8 @@ from qjax.errors import UserError, nearest
 from qjax.precision import Policy
 from qjax.quant import activations, formats
 from qjax.quant.activations import ActivationScheme, Decomposed, Rules
-from qjax.quant.qtensor import DoubleQuantized, QTensor, dequantize
+from qjax.quant.qtensor import QTensor, dequantize, per_column
+from qjax.remat import LOW_RANK, named
 
 Weight = jax.Array | QTensor
 Projected = Weight | Decomposed  # what a projection may hold
@@ -187,10 +188,9 @@ def _integer_contract(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
 
 def _integer_product(x: jax.Array, w: QTensor, scheme: ActivationScheme, high: jax.Array | None) -> jax.Array:
   """x [..., K] quantized times a symmetric integer w [K, N] as float32 [..., N]: sums, then scales."""
-  assert w.scale is not None
   numbers, k = w.scheme.numbers, w.inputs
   codes, x_scale = activations.encode(x, scheme, high)
-  scale = w.scale.dequantize() if isinstance(w.scale, DoubleQuantized) else w.scale.astype(jnp.float32)
+  scale = per_column(w.scales, w.scheme, w.shape[-1])
   block = w.scheme.block_of(k)
   rows = formats.packed_rows(block, numbers.bits)
   y = jnp.zeros((), jnp.float32)
@@ -198,7 +198,7 @@ def _integer_product(x: jax.Array, w: QTensor, scheme: ActivationScheme, high: j
     w_codes = w.codes[index * rows : (index + 1) * rows]
     size = min(block, k - start)
     if numbers.bits < 8:
-      w_codes = formats.unpack(w_codes, numbers.bits, size).astype(jnp.int8) - np.int8(numbers.largest + 1)
+      w_codes = formats.unpack(w_codes, numbers.bits, size).astype(jnp.int8) - np.int8(numbers.bias)
     sums = _integer_contract(codes[..., start : start + size], w_codes)
     y = y + sums.astype(jnp.float32) * scale[index]
   return y * x_scale
@@ -293,7 +293,7 @@ def _obstacle(w: Projected) -> str | None:
   """Why a product with w can't be one of integers, None if it can."""
   if not isinstance(w, QTensor):
     return 'the weight is not quantized'
-  if w.scheme.numbers.is_float or w.scheme.numbers.levels is not None:
+  if not w.scheme.numbers.is_integer:
     return f'the codes of {w.scheme} are no integers'
   if w.scheme.asymmetric:
     return f'{w.scheme} has offsets'
@@ -381,13 +381,15 @@ take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, scale: float, policy: Policy) -> jax.Array:
   """s·(x·A)·B [..., N] in `policy.accum`, for Aᵀ [r, K] and B [r, N]."""
-  compute, accum, last = policy.compute, policy.accum, x.ndim - 1
-  low = contract(x.astype(compute), a.astype(compute), ((last,), (1,)), accum).astype(compute)
-  return jnp.asarray(scale, accum) * contract(low, b.astype(compute), ((last,), (0,)), accum)
+  return _low_rank_fwd(x, a, b, scale, policy)[0]
 
 
 def _low_rank_fwd(x: Any, a: Any, b: Any, scale: float, policy: Policy) -> tuple[jax.Array, Any]:
-  return _low_rank(x, a, b, scale, policy), (x, a, b)
+  compute, accum, last = policy.compute, policy.accum, x.ndim - 1
+  low = contract(x.astype(compute), a.astype(compute), ((last,), (1,)), accum).astype(compute)
+  low = named(low, LOW_RANK)
+  y = jnp.asarray(scale, accum) * contract(low, b.astype(compute), ((last,), (0,)), accum)
+  return y, (x, a, b, low)
 
 
 def _low_rank_bwd(
@@ -395,20 +397,18 @@ def _low_rank_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The gradients of x, A and B.
 
-  The [r, rows] products that the factors' gradients need are formed in that layout from the start: a product
-  that contracts over the leading axis of its left operand misses the CPU's bfloat16 units.
+  The narrow left operands of the factors' gradients are turned first: a product that contracts over the
+  leading axis of its left operand misses the CPU's bfloat16 units.
   """
-  x, a, b = residual
+  x, a, b, low = residual
   compute, accum = policy.compute, policy.accum
   s = jnp.asarray(scale, accum)
   x_rows, g_rows = x.reshape(-1, x.shape[-1]).astype(compute), g.reshape(-1, g.shape[-1]).astype(compute)
-  a_low, b_low = a.astype(compute), b.astype(compute)
-  d_low = (s * contract(g_rows, b_low, ((1,), (1,)), accum)).astype(compute)
-  dx = contract(d_low, a_low, ((1,), (0,)), accum).astype(x.dtype).reshape(x.shape)
-  d_low_r = (s * contract(b_low, g_rows, ((1,), (1,)), accum)).astype(compute)
-  da = contract(d_low_r, x_rows, ((1,), (0,)), accum).astype(a.dtype)
-  low_r = (s * contract(a_low, x_rows, ((1,), (1,)), accum)).astype(compute)
-  db = contract(low_r, g_rows, ((1,), (0,)), accum).astype(b.dtype)
+  d_low = (s * contract(g_rows, b.astype(compute), ((1,), (1,)), accum)).astype(compute)
+  dx = contract(d_low, a.astype(compute), ((1,), (0,)), accum).astype(x.dtype).reshape(x.shape)
+  da = contract(transpose(d_low), x_rows, ((1,), (0,)), accum).astype(a.dtype)
+  low_rows = low.reshape(-1, low.shape[-1])
+  db = (s * contract(transpose(low_rows), g_rows, ((1,), (0,)), accum)).astype(b.dtype)
   return dx, da, db
 
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qjax import adapters, trees
+from qjax import adapters, storage, trees
 from qjax.data.plain import Rows
 from qjax.errors import UserError
 from qjax.models.config import ModelConfig, parameter_shapes
 from qjax.ops import Numerics
 from qjax.precision import policy
-from qjax.quant import activations, calibrate, ptq, qtensor
-from qjax.quant.formats import FORMATS, Scheme, parse_scheme
+from qjax.quant import activations, calibrate, ptq
+from qjax.quant.formats import FORMATS
 from qjax.quant.ptq import LayerData
 from qjax.walk import PATHS, PROJECTIONS, SHARED_INPUTS, Layer, Moments, Walk
 
@@ -47,42 +47,40 @@ class Recipe:
     Raises:
       UserError: a rule, a scheme or the method cannot work for such a model.
     """
-    storage = trees.match_rules(self.storage, list(parameter_shapes(config)), 'storage rules')
-    for path, spelling in storage.items():
-      scheme = _scheme(spelling)
-      is_projection = path.removeprefix('layers/') in PATHS.values()
-      if scheme is not None and not scheme.numbers.is_float and not is_projection:
-        raise UserError(f'{path} is no projection and cannot rest as {spelling!r}; give it a dtype')
+    kinds = storage.plan(self.storage, list(parameter_shapes(config)))
     ptq.make(self.method)
     activations.rules(self.activations)
     calibrate.observer(self.observer)
-    return storage
+    return kinds
 
 
 def quantize(
   config: ModelConfig,
   read: Reader,
   recipe: Recipe,
-  rows: Rows,
+  rows: Rows | None,
   progress: Callable[[int], None] = lambda layer: None,
 ) -> Tree:
   """The variables of the quantized model: {'params': …} and perhaps 'lora' and 'act'.
 
   Each layer is calibrated on what the layers before it, already quantized, hand it. Memory: the packed model,
-  one float32 layer, and the residual stream of the calibration rows.
+  one float32 layer, and the residual stream of the calibration rows. They may be None where neither the
+  method nor a static activation scheme asks for data.
 
   Raises:
     UserError: a rule or the method is misspelt, or a weight holds a NaN.
   """
-  storage = recipe.check(config)
-  schemes = {name: _scheme(storage[f'layers/{PATHS[name]}']) for name in PROJECTIONS}
+  kinds = recipe.check(config)
+  schemes = {name: storage.scheme_of(kinds[f'layers/{path}'], path) for name, path in PATHS.items()}
   method = ptq.make(recipe.method)
   scheme_of = activations.rules(recipe.activations)
   static = [name for name in PROJECTIONS if scheme_of(f'layers/{PATHS[name]}').is_static]
   numerics = Numerics(policy(), activations=recipe.activations)
   needs_data = bool(method.needs) or bool(static)
-  batches = list(rows.batches(recipe.batch_size)) if needs_data else []
-  walk = Walk(config, numerics, _checked(read, storage), batches)
+  if needs_data and rows is None:
+    raise ValueError(f'{recipe.method} with activations {recipe.activations} needs calibration rows')
+  batches = list(rows.batches(recipe.batch_size)) if rows is not None and needs_data else []
+  walk = Walk(config, numerics, _checked(read, kinds), batches)
 
   stacks: dict[str, list[Any]] = {}
   for layer in walk.layers():
@@ -104,30 +102,17 @@ def quantize(
   variables = {path: jax.tree.map(lambda *x: jnp.stack(x), *leaves) for path, leaves in stacks.items()}
   for path in parameter_shapes(config):
     if not path.startswith('layers/'):
-      variables[f'params/{path}'] = _at_rest(walk.read(path, None), storage[path])
+      variables[f'params/{path}'] = storage.rest(walk.read(path, None), kinds[path], path)
   return trees.nest(variables)
 
 
-def _scheme(spelling: str) -> Scheme | None:
-  """None where a projection stays float32."""
-  return None if spelling == 'float32' else parse_scheme(spelling)
+def _checked(read: Reader, kinds: Mapping[str, str]) -> Reader:
+  """Reads float32 that holds no NaN and fits the dtype in which it will rest."""
 
-
-def _at_rest(w: np.ndarray, spelling: str) -> Any:
-  scheme = _scheme(spelling)
-  if scheme is None:
-    return jnp.asarray(w)
-  return qtensor.quantize(jnp.asarray(w), scheme) if w.ndim > 1 else jnp.asarray(w, scheme.format)
-
-
-def _checked(read: Reader, storage: Mapping[str, str]) -> Reader:
   def checked(path: str, layer: int | None) -> np.ndarray:
     w = read(path, layer)
     where = path if layer is None else f'{path}, layer {layer}'
-    if storage[path] == 'float16' and np.abs(w).max(initial=0) > np.finfo(np.float16).max:
-      raise UserError(f'{where} goes beyond the largest float16 (65504); use bfloat16 or float32')
-    if not np.isfinite(w).all():
-      raise UserError(f'{where} holds a NaN or an infinity: the model file is damaged')
+    storage.checked(w, where, jnp.dtype('float16' if kinds[path] == 'float16' else 'float32'))
     return w
 
   return checked

@@ -2,9 +2,13 @@
 
 import os
 
-# Both are read when jax is first imported, so they come before anything that imports it.
+# Both are read when jax is first imported, so they come before anything that imports it. Most of a test is
+# compiling, which takes half as long where LLVM does not optimize.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+os.environ['XLA_FLAGS'] = (
+  os.environ.get('XLA_FLAGS', '')
+  + ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+)
 
 import jax
 import pytest

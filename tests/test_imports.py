@@ -27,7 +27,7 @@ def _names(short: str) -> tuple[str, ...]:
 
 
 # Each sees those before it and none after.
-LADDER = _names('errors cache trees precision quant adapters ops models method optim train')
+LADDER = _names('errors cache trees precision quant storage adapters remat ops models method optim train')
 
 
 def _below(name: str) -> tuple[str, ...]:

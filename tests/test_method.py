@@ -148,6 +148,9 @@ def test_a_weight_beyond_float16_is_refused():
       )
 
 
+QUANTIZED = (('layers/.*/kernel', 'int8'), ('.*', 'param'))
+
+
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
@@ -161,7 +164,7 @@ def test_a_weight_beyond_float16_is_refused():
     (lambda: method.qlora(NUMERICS, UPDATE, SPEC, 'bfloat16'), 'quantizes nothing'),
     (lambda: method.qlora(NUMERICS, UPDATE, SPEC, 'float32'), 'quantizes nothing'),
     (
-      lambda: Method('x', (('.*', 'int8'),), NUMERICS, method.Trainable('params/.*'), UPDATE),
+      lambda: Method('x', QUANTIZED, NUMERICS, method.Trainable('params/.*'), UPDATE),
       'is trained and cannot rest',
     ),
     (

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from qjax import quantize, trees, verification
+from qjax import quantize, storage, trees, verification
 from qjax.data import plain
 from qjax.errors import UserError
 from qjax.io import native
 from qjax.io.source import Source, load_source
-from qjax.method import storage_rules
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import policy
@@ -40,7 +39,7 @@ def rows(source: Source) -> plain.Rows:
 
 
 def recipe(method: str = 'rtn', scheme: str = 'int8:axis=channel', **more: Any) -> quantize.Recipe:
-  return quantize.Recipe(method, storage_rules(scheme, 'float32'), batch_size=4, **more)
+  return quantize.Recipe(method, storage.rules(scheme, 'float32'), batch_size=4, **more)
 
 
 def made(source: Source, rows: plain.Rows, chosen: quantize.Recipe) -> native.QuantizedModel:
@@ -203,7 +202,7 @@ def test_an_existing_directory_and_a_stranger_are_refused(
     (recipe('rtx'), "'rtx' is no quantizer"),
     (recipe(activations=(('.*', 'int8:axis=row'),)), 'activation scheme'),
     (recipe(observer='absmin'), 'absmin'),
-    (quantize.Recipe('rtn', storage_rules('int8', 'int8')), 'is no projection and cannot rest as'),
+    (quantize.Recipe('rtn', storage.rules('int8', 'int8')), 'is no projection .* and cannot rest as'),
     (quantize.Recipe('rtn', (('layers/attn/x/kernel', 'int8'), ('.*', 'float32'))), 'matches none'),
   ],
 )
@@ -219,7 +218,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_path(source: Source, rows: pl
       w[3, 4] = np.inf
     return w
 
-  with pytest.raises(UserError, match='layers/mlp/up/kernel, layer 1 holds a NaN or an infinity'):
+  with pytest.raises(UserError, match='layers/mlp/up/kernel, layer 1 holds inf at'):
     quantize.quantize(source.config, read, recipe(), rows)
 
 
@@ -230,8 +229,8 @@ def test_a_weight_beyond_float16_is_refused_by_path(source: Source, rows: plain.
       w[3, 4] = 7e4
     return w
 
-  chosen = quantize.Recipe('rtn', storage_rules('int8:axis=channel', 'float16'))
-  with pytest.raises(UserError, match='embed/embedding goes beyond the largest float16'):
+  chosen = quantize.Recipe('rtn', storage.rules('int8:axis=channel', 'float16'))
+  with pytest.raises(UserError, match='embed/embedding holds .* beyond the largest float16'):
     quantize.quantize(source.config, read, chosen, rows)
 
 

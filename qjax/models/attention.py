@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from qjax import ops
-from qjax.models.remat import ATTENTION_IN, ATTENTION_OUT, named
+from qjax.remat import ATTENTION_IN, ATTENTION_OUT, named
 
 
 def attention_mask(segments: jax.Array, window: int | None) -> jax.Array:

@@ -4,6 +4,7 @@ Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads,
 """
 
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,8 +14,8 @@ import numpy as np
 from qjax import ops
 from qjax.models.attention import AttentionKernel, attend
 from qjax.models.config import ModelConfig, RopeScaling
-from qjax.models.remat import PROJECTION_OUT, named
 from qjax.ops import Numerics
+from qjax.remat import PROJECTION_OUT, named
 from qjax.sharding import BATCH_AXES, constrain
 
 
@@ -140,7 +141,34 @@ class GatedMLP(nn.Module):
     gate = Projection(c.d_ff, self.numerics, name='gate')(x)
     up = Projection(c.d_ff, self.numerics, name='up')(x)
     gate, up = (constrain(y, BATCH_AXES, None, 'tensor') for y in (gate, up))
-    wide = gate.astype(jnp.float32)
-    act = jax.nn.silu(wide) if c.activation == 'silu' else jax.nn.gelu(wide, approximate=True)
-    hidden = (act * up.astype(jnp.float32)).astype(x.dtype)
+    if c.activation == 'silu':
+      hidden = silu_gate(gate, up)
+    else:
+      wide = jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)
+      hidden = wide.astype(x.dtype)
     return Projection(c.d_model, self.numerics, name='down')(hidden)
+
+
+@jax.custom_vjp
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """gate · sigmoid(gate) · up, computed in float32, in the dtype of the two.
+
+  The gradient reads both once, where autodiff of the float32 arithmetic writes its terms out in between.
+  """
+  wide = gate.astype(jnp.float32)
+  return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _silu_gate_fwd(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, Any]:
+  return silu_gate(gate, up), (gate, up)
+
+
+def _silu_gate_bwd(residual: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+  gate, up, g = (x.astype(jnp.float32) for x in (*residual, g))
+  sigmoid = jax.nn.sigmoid(gate)
+  act = gate * sigmoid
+  d_gate, d_up = g * up * sigmoid * (1 + gate - act), g * act
+  return d_gate.astype(residual[0].dtype), d_up.astype(residual[1].dtype)
+
+
+silu_gate.defvjp(_silu_gate_fwd, _silu_gate_bwd)

@@ -10,9 +10,9 @@ from qjax.errors import UserError, nearest
 from qjax.models.attention import AttentionKernel, attention_mask
 from qjax.models.config import ModelConfig
 from qjax.models.layers import Attention, GatedMLP, Norm, rotary_table
-from qjax.models.remat import POLICIES, as_bits, from_bits
 from qjax.ops import Numerics, Weight, matmul, take_rows
 from qjax.precision import policy
+from qjax.remat import POLICIES, as_bits, from_bits
 from qjax.sharding import BATCH_AXES, constrain
 
 Tree = Any

@@ -59,7 +59,7 @@ class ActivationScheme:
   @property
   def largest(self) -> int:
     """The largest code; codes are symmetric about 0."""
-    return FORMATS[self.format].largest
+    return int(FORMATS[self.format].largest)
 
   def __str__(self) -> str:
     return 'none' if self.is_none else f'{self.format}:axis={self.axis}{",static" if self.is_static else ""}'

@@ -13,7 +13,7 @@ gives up just the weights that matter. It is here for the contrast.
 
 Both ways to find clips return what `quantize(w, scheme, clip)` takes. Both compare with no clipping under the
 quantizer as it is used, so that by their objective, in float32, no column is ever worse off than unclipped;
-where columns depend on each other (`dq`, `axis=tensor`), the matrix is not.
+where columns depend on each other (`dq`, `scale=e4m3`, tiles, `axis=tensor`), the matrix is not.
 """
 
 import functools
@@ -26,7 +26,7 @@ import optax
 
 from qjax.errors import UserError, nearest
 from qjax.quant.formats import Scheme, parse_scheme
-from qjax.quant.qtensor import dequantize, quantize
+from qjax.quant.qtensor import dequantize, over_outputs, quantize, spread
 
 OBJECTIVES = ('none', 'weight_mse', 'activation_weighted', 'layer_output')
 
@@ -58,7 +58,7 @@ def search(
     grid: ratios in (0, 1]. 1 is always tried, and a tie goes to the largest.
 
   Returns:
-    float32 [..., blocks, N] in (0, 1]; [..., 1, 1] with one scale a tensor.
+    float32 in (0, 1], in the shape of the scales: [..., blocks, N], of tiles [..., blocks, tiles].
 
   Raises:
     UserError: an unknown objective, stats that are missing or of another shape, a ratio out of (0, 1], or a
@@ -107,7 +107,7 @@ def learned(
     grid: as in `search`.
 
   Returns:
-    float32 [..., blocks, N] in (0, 1]; [..., 1, 1] with one scale a tensor.
+    float32 in (0, 1], in the shape of the scales: [..., blocks, N], of tiles [..., blocks, tiles].
 
   Raises:
     UserError: as `search` does.
@@ -126,7 +126,7 @@ def _with_scale(scheme: str | Scheme) -> Scheme:
 
 def _scales_shape(w: jax.Array, scheme: Scheme) -> tuple[int, ...]:
   *lead, k, n = w.shape
-  return (*lead, 1, 1) if scheme.granularity == 'tensor' else (*lead, -(-k // scheme.block_of(k)), n)
+  return (*lead, *scheme.grid(k, n))
 
 
 def _error(w: jax.Array, scheme: Scheme, clip: jax.Array) -> jax.Array:
@@ -144,7 +144,7 @@ def _columns(error: jax.Array, stats: jax.Array | None, scheme: Scheme) -> jax.A
     weighted = jnp.matmul(stats, error, precision=jax.lax.Precision.HIGHEST)
   else:
     weighted = stats[..., None] * error
-  coupled = scheme.double_quantized or scheme.granularity == 'tensor'
+  coupled = scheme.double_quantized or scheme.scale == 'e4m3' or scheme.width_of(error.shape[-1]) > 1
   return jnp.sum(error * weighted, axis=(-2, -1) if coupled else -2, keepdims=True)
 
 
@@ -165,8 +165,7 @@ def _per_scale(error: jax.Array, stats: jax.Array | None, scheme: Scheme) -> jax
   else:
     padded = jnp.pad(stats, [(0, 0)] * len(lead) + [(0, rest)])
     weighted = padded.reshape(*lead, blocks, block, 1) * blocked
-  summed = jnp.sum(blocked * weighted, axis=-2)
-  return jnp.sum(summed, axis=-1, keepdims=True) if scheme.granularity == 'tensor' else summed
+  return over_outputs(jnp.sum(blocked * weighted, axis=-2), scheme, jnp.sum, 0.0)
 
 
 @functools.partial(jax.jit, static_argnames=('scheme', 'ratios'))
@@ -195,13 +194,9 @@ def _learned(
   w: jax.Array, scheme: Scheme, gram: jax.Array, start: jax.Array, steps: int, learning_rate: float
 ) -> jax.Array:
   w, gram = w.astype(jnp.float32), gram.astype(jnp.float32)
-  k = w.shape[-2]
+  k, n = w.shape[-2:]
   block = scheme.block_of(k)
   optimizer = optax.adam(learning_rate)
-
-  def spread(per_scale: jax.Array) -> jax.Array:
-    wide = jnp.repeat(per_scale, block, axis=-2, total_repeat_length=per_scale.shape[-2] * block)
-    return wide[..., :k, :]
 
   # What a clip multiplies: least and largest of each block, or their larger magnitude.
   def extreme(sign: float) -> jax.Array:
@@ -210,15 +205,13 @@ def _learned(
     pad = [(0, 0)] * (w.ndim - 2) + [(0, blocks * block - k), (0, 0)]
     padded = jnp.pad(signed, pad, constant_values=-np.inf)
     largest = jnp.max(padded.reshape(*w.shape[:-2], blocks, block, w.shape[-1]), axis=-2)
-    if scheme.granularity == 'tensor':
-      largest = jnp.max(largest, axis=-1, keepdims=True)
-    return sign * spread(largest)
+    return sign * spread(over_outputs(largest, scheme, jnp.max, -np.inf), scheme, k, n)
 
   low, high = extreme(-1.0), extreme(1.0)
 
   def objective(logit: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     clip = jax.nn.sigmoid(logit)
-    wide = spread(clip)
+    wide = spread(clip, scheme, k, n)
     clamped = jnp.clip(w, wide * low, wide * high)
     quantized = dequantize(quantize(w, scheme, jax.lax.stop_gradient(clip)))
     held = jax.lax.stop_gradient((quantized - clamped) / wide)

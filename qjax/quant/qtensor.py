@@ -1,14 +1,15 @@
 """A weight at rest in few bits: one pytree, one equation each way.
 
-  w ≈ scale[block of k, n] · level(code[k, n])                 table and symmetric integer formats
+  w ≈ scale[block of k, n] · level(code[k, n])                 tables, 8-bit floats and symmetric integers
   w ≈ scale[block of k, n] · code[k, n] + offset[block of k, n]    asymmetric integers
   w ≈ the float16 or bfloat16 whose bits the code is
 
-All arithmetic is float32 whatever the dtype of the weight, because scales computed in bfloat16 double the
-error. A block of zeros gives zeros, exactly.
+With tiles, [block of k, block of n]. All arithmetic is float32 whatever the dtype of the weight, because
+scales computed in bfloat16 double the error. A block of zeros gives zeros, exactly.
 """
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import jax
@@ -17,10 +18,12 @@ import numpy as np
 
 from qjax.errors import UserError
 from qjax.quant import formats
-from qjax.quant.formats import Scheme, parse_scheme
+from qjax.quant.formats import FORMATS, Format, Scheme, parse_scheme
 
 # Scales that share one scale of their own (Dettmers et al. 2023, "QLoRA", §3, "double quantization").
 DQ_GROUP = 256
+
+_E4M3 = FORMATS['fp8_e4m3']
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +81,63 @@ class DoubleQuantized:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PowersOfTwo:
+  """Scales unit · 2^(exponent - 127): E8M0 of the OCP Microscaling Formats specification 1.0.
+
+  The exponent is that of §6.3: of the largest magnitude of the block, less that of the largest level. What
+  then lies beyond the largest level gets it. Zero and all below 2^-126 become 2^-126.
+
+  Attributes:
+    exponents: uint8 [..., blocks, N].
+    unit: `Format.scale_unit`.
+  """
+
+  exponents: jax.Array
+  unit: float = dataclasses.field(metadata={'static': True})
+
+  @classmethod
+  def quantize(cls, scale: jax.Array, numbers: Format) -> Self:
+    largest = np.float32(numbers.largest) * scale
+    exponent = jax.lax.bitcast_convert_type(largest, jnp.uint32) >> np.uint32(23)
+    exponent = exponent.astype(jnp.int32) - math.floor(math.log2(numbers.unit))
+    return cls(jnp.clip(exponent, 1, 254).astype(jnp.uint8), numbers.scale_unit)
+
+  def dequantize(self) -> jax.Array:
+    bits = self.exponents.astype(jnp.uint32) << np.uint32(23)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) * np.float32(self.unit)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Float8Scales:
+  """Scales unit · step · code: E4M3 numbers over one float32 for the matrix, as in NVFP4.
+
+  Attributes:
+    codes: uint8 [..., blocks, N], bit patterns of float8_e4m3fn.
+    step: float32 [...]; the largest scale is 448 of it.
+    unit: `Format.scale_unit`.
+  """
+
+  codes: jax.Array
+  step: jax.Array
+  unit: float = dataclasses.field(metadata={'static': True})
+
+  @classmethod
+  def quantize(cls, scale: jax.Array, numbers: Format) -> Self:
+    scale = scale / np.float32(numbers.scale_unit)
+    step = jnp.max(scale, axis=(-2, -1)) / np.float32(_E4M3.largest)
+    share = scale / jnp.where(step == 0, 1, step)[..., None, None]
+    return cls(_E4M3.encode(share), step, numbers.scale_unit)
+
+  def dequantize(self) -> jax.Array:
+    return _E4M3.decode(self.codes) * self.step[..., None, None] * np.float32(self.unit)
+
+
+Scales = jax.Array | DoubleQuantized | PowersOfTwo | Float8Scales
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class QTensor:
   """A quantized weight [..., K, N] whose inputs k share scales in blocks.
 
@@ -85,20 +145,20 @@ class QTensor:
   once, so a stack of layers is one QTensor.
 
   Attributes:
-    codes: int8 [..., K, N] for 8 bits (uint8 if asymmetric), uint16 for 16-bit
+    codes: int8 [..., K, N] for 8 bits (uint8 if asymmetric or float), uint16 for 16-bit
       floats; below, uint8 bytes [..., rows, N] as `formats.pack` lays them out,
       block by block (an odd block ends in a filled byte, a ragged last block is packed by itself).
       Floats rest as integers because XLA's CPU backend widens a bfloat16 stack to float32, whole, before
       a loop that slices it; a bitcast costs nothing anywhere.
-    scale: [..., blocks, N] float32 or bfloat16, [..., 1, 1] for one scale a tensor, or `DoubleQuantized`;
-      None for floats.
+    scale: `Scales` [..., blocks, N] ([..., blocks, tiles] for tiles, [..., 1, 1] for one scale a tensor): an
+      array in float32 or bfloat16, or a pytree of codes; None for 16-bit floats.
     offset: float32 [..., blocks, N] for asymmetric integers, else None.
     scheme: what the codes mean.
     inputs: K.
   """
 
   codes: jax.Array
-  scale: jax.Array | DoubleQuantized | None
+  scale: Scales | None
   offset: jax.Array | None
   scheme: Scheme = dataclasses.field(metadata={'static': True})
   inputs: int = dataclasses.field(metadata={'static': True})
@@ -125,6 +185,20 @@ class QTensor:
     """Bits at rest, scales included, divided by the number of weights."""
     return 8 * self.nbytes / self.size
 
+  @property
+  def scales(self) -> jax.Array:
+    """The scales in the float32 numbers that they stand for."""
+    assert self.scale is not None
+    return read_scales(self.scale)
+
+  def unpacked(self) -> jax.Array:
+    """The codes [..., K, N] as `encode` gives them: int8 for symmetric integers, uint8 for all else."""
+    numbers, scheme = self.scheme.numbers, self.scheme
+    if numbers.bits >= 8:
+      return self.codes
+    codes = _unpack_blocks(self.codes, numbers.bits, scheme.block_of(self.inputs), self.inputs)
+    return codes if scheme.asymmetric or not numbers.bias else codes.astype(jnp.int8) - np.int8(numbers.bias)
+
   def __getitem__(self, index: Any) -> 'QTensor':
     """A slice over leading axes only (of a stack of layers)."""
     return jax.tree.map(lambda leaf: leaf[index], self)
@@ -143,26 +217,52 @@ def _blocks(w: jax.Array, block: int, fill: float = 0.0) -> jax.Array:
   return w.reshape(*lead, count, block, n)
 
 
+def over_outputs(per_column: jax.Array, scheme: Scheme, reduce: Any, fill: float) -> jax.Array:
+  """[..., blocks, N] reduced over the outputs that share a scale."""
+  *lead, blocks, n = per_column.shape
+  width = scheme.width_of(n)
+  if width == 1:
+    return per_column
+  filled = -n % width
+  if filled:
+    per_column = jnp.pad(
+      per_column, [(0, 0)] * len(lead) + [(0, 0), (0, filled)], constant_values=fill
+    )
+  return reduce(per_column.reshape(*lead, blocks, -1, width), axis=-1)
+
+
 def _absmax(w: jax.Array, scheme: Scheme) -> jax.Array:
-  """The largest magnitude of each block [..., blocks, N] ([..., 1, 1] per tensor)."""
+  """The largest magnitude of what shares a scale, in the shape of the scales."""
   largest = jnp.max(jnp.abs(_blocks(w, scheme.block_of(w.shape[-2]))), axis=-2)
-  return jnp.max(largest, axis=-1, keepdims=True) if scheme.granularity == 'tensor' else largest
+  return over_outputs(largest, scheme, jnp.max, 0.0)
 
 
 def _range(w: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
-  """Least and largest value of each block [..., blocks, N]; a filled tail never counts."""
+  """Least and largest value of what shares a scale; a filled tail never counts."""
   block = scheme.block_of(w.shape[-2])
   low = jnp.min(_blocks(w, block, np.inf), axis=-2)
   high = jnp.max(_blocks(w, block, -np.inf), axis=-2)
-  if scheme.granularity == 'tensor':
-    low, high = jnp.min(low, axis=-1, keepdims=True), jnp.max(high, axis=-1, keepdims=True)
-  return low, high
+  return (over_outputs(low, scheme, jnp.min, np.inf), over_outputs(high, scheme, jnp.max, -np.inf))
 
 
-def _spread(per_block: jax.Array, block: int, rows: int) -> jax.Array:
-  """[..., blocks, N] repeated over the rows [..., rows, N] of its blocks."""
-  wide = jnp.broadcast_to(per_block[..., None, :], (*per_block.shape[:-1], block, per_block.shape[-1]))
-  return wide.reshape(*per_block.shape[:-2], -1, per_block.shape[-1])[..., :rows, :]
+def per_column(per_scale: jax.Array, scheme: Scheme, outputs: int) -> jax.Array:
+  """What belongs to each scale for each output that shares it, [..., blocks, N], or 1 for N if all do."""
+  width = scheme.width_of(outputs)
+  if width in (1, outputs):
+    return per_scale
+  wide = jnp.broadcast_to(per_scale[..., None], (*per_scale.shape, width))
+  return wide.reshape(*per_scale.shape[:-1], -1)[..., :outputs]
+
+
+def spread(per_scale: jax.Array, scheme: Scheme, inputs: int, outputs: int) -> jax.Array:
+  """What belongs to each scale, repeated over the weights [..., K, N] that share it.
+
+  Outputs that all share one scale are left as an axis of one, which broadcasts.
+  """
+  per_scale = per_column(per_scale, scheme, outputs)
+  block, columns = scheme.block_of(inputs), per_scale.shape[-1]
+  tall = jnp.broadcast_to(per_scale[..., None, :], (*per_scale.shape[:-1], block, columns))
+  return tall.reshape(*per_scale.shape[:-2], -1, columns)[..., :inputs, :]
 
 
 def _pack_blocks(codes: jax.Array, bits: int, block: int) -> jax.Array:
@@ -207,18 +307,18 @@ def quantize(w: jax.Array, scheme: str | Scheme, clip: jax.Array | None = None) 
   if w.ndim < 2:
     raise UserError(f'a weight of shape {w.shape} has no [inputs, outputs] to quantize')
   if scheme.numbers.is_float:
-    codes = jax.lax.bitcast_convert_type(w.astype(scheme.format), jnp.uint16)
-    return QTensor(codes, None, None, scheme, w.shape[-2])
-  stored, offset = _stored_ranges(w.astype(jnp.float32), scheme, clip)
+    return QTensor(scheme.numbers.encode(w), None, None, scheme, w.shape[-2])
+  stored, offset = ranges(w, scheme, clip)
   # Codes are chosen for the scale as it will be read back, not as it was computed.
-  codes = encode(w, scheme, _read(stored), offset)
-  return QTensor(_packed(codes, scheme), stored, offset, scheme, w.shape[-2])
+  codes = encode(w, scheme, read_scales(stored), offset)
+  return assemble(codes, stored, offset, scheme)
 
 
-def _stored_ranges(
-  w: jax.Array, scheme: Scheme, clip: jax.Array | None
-) -> tuple[jax.Array | DoubleQuantized, jax.Array | None]:
-  """Scales and offsets of a float32 weight, as they rest."""
+def ranges(
+  w: jax.Array, scheme: Scheme, clip: jax.Array | None = None
+) -> tuple[Scales, jax.Array | None]:
+  """Scales as they rest and, of an asymmetric scheme, float32 offsets, in the shape of the scales."""
+  w = w.astype(jnp.float32)
   numbers = scheme.numbers
   offset: jax.Array | None = None
   if scheme.asymmetric:
@@ -229,63 +329,56 @@ def _stored_ranges(
     offset = low  # in float32 whatever the scales: rounded to bfloat16 it could err by more than a step
   else:
     largest = _absmax(w, scheme)
-    scale = (largest if clip is None else largest * clip) / (1 if numbers.levels else numbers.largest)
+    scale = (largest if clip is None else largest * clip) / numbers.largest
   return _scales_at_rest(scale, scheme), offset
 
 
-def _scales_at_rest(scale: jax.Array, scheme: Scheme) -> jax.Array | DoubleQuantized:
-  return DoubleQuantized.quantize(scale) if scheme.double_quantized else _at_rest(scale, scheme.scale)
-
-
-def ranges(
-  w: jax.Array, scheme: Scheme, clip: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array | None]:
-  """Scales and, of an asymmetric scheme, offsets, float32 [..., blocks, N], as they will be read back."""
-  stored, offset = _stored_ranges(w.astype(jnp.float32), scheme, clip)
-  return _read(stored), offset
+def _scales_at_rest(scale: jax.Array, scheme: Scheme) -> Scales:
+  if scheme.double_quantized:
+    return DoubleQuantized.quantize(scale)
+  match scheme.scale:
+    case 'e8m0':
+      return PowersOfTwo.quantize(scale, scheme.numbers)
+    case 'e4m3':
+      return Float8Scales.quantize(scale, scheme.numbers)
+  return _at_rest(scale, scheme.scale)
 
 
 def encode(w: jax.Array, scheme: Scheme, scale: jax.Array, offset: jax.Array | None = None) -> jax.Array:
   """The nearest codes of w [..., K, N] for given float32 scales and offsets [..., blocks, N], not packed.
 
   Returns:
-    [..., K, N]: int8 for symmetric integers, uint8 for tables and asymmetric integers.
+    [..., K, N]: int8 for symmetric integers, uint8 for all else.
   """
-  numbers, k = scheme.numbers, w.shape[-2]
-  block = scheme.block_of(k)
-  step = _spread(scale, block, k)
+  numbers, (k, n) = scheme.numbers, w.shape[-2:]
+  step = spread(scale, scheme, k, n)
   safe = jnp.where(step == 0, 1, step)
   w = w.astype(jnp.float32)
   if offset is not None:
-    zero = _spread(offset, block, k)
+    zero = spread(offset, scheme, k, n)
     return jnp.clip(jnp.round((w - zero) / safe), 0, 2**numbers.bits - 1).astype(jnp.uint8)
-  if numbers.levels is not None:
-    return formats.nearest_code(w / safe, numbers.levels)
-  return jnp.clip(jnp.round(w / safe), -numbers.largest, numbers.largest).astype(jnp.int8)
+  return numbers.encode(w / safe)
 
 
 def decode(codes: jax.Array, scheme: Scheme, scale: jax.Array, offset: jax.Array | None = None) -> jax.Array:
   """The float32 values [..., K, N] of codes as `encode` gives them."""
-  k = codes.shape[-2]
-  block = scheme.block_of(k)
-  levels = scheme.numbers.levels
-  value = codes.astype(jnp.float32) if levels is None else formats.level_of(codes, levels)
-  value = value * _spread(scale, block, k)
-  return value if offset is None else value + _spread(offset, block, k)
+  k, n = codes.shape[-2:]
+  value = scheme.numbers.decode(codes) * spread(scale, scheme, k, n)
+  return value if offset is None else value + spread(offset, scheme, k, n)
 
 
-def assemble(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, scheme: Scheme) -> QTensor:
-  """A weight of codes [..., K, N] as `encode` gives them, and scales, stored as the scheme says."""
-  return QTensor(_packed(codes, scheme), _scales_at_rest(scale, scheme), offset, scheme, codes.shape[-2])
+def assemble(codes: jax.Array, scale: Scales, offset: jax.Array | None, scheme: Scheme) -> QTensor:
+  """A weight of codes [..., K, N] as `encode` gives them, and scales and offsets as `ranges` does."""
+  return QTensor(_packed(codes, scheme), scale, offset, scheme, codes.shape[-2])
 
 
 def _packed(codes: jax.Array, scheme: Scheme) -> jax.Array:
-  bits = scheme.numbers.bits
-  if bits == 8:
+  numbers = scheme.numbers
+  if numbers.bits == 8:
     return codes
   if codes.dtype == jnp.int8:
-    codes = (codes + 2 ** (bits - 1)).astype(jnp.uint8)
-  return _pack_blocks(codes, bits, scheme.block_of(codes.shape[-2]))
+    codes = (codes + numbers.bias).astype(jnp.uint8)
+  return _pack_blocks(codes, numbers.bits, scheme.block_of(codes.shape[-2]))
 
 
 def _at_rest(scale: jax.Array, dtype: str) -> jax.Array:
@@ -298,21 +391,17 @@ def _at_rest(scale: jax.Array, dtype: str) -> jax.Array:
   return jax.lax.reduce_precision(scale, info.nexp, info.nmant).astype(dtype)
 
 
-def _read(scale: jax.Array | DoubleQuantized) -> jax.Array:
-  return scale.dequantize() if isinstance(scale, DoubleQuantized) else scale.astype(jnp.float32)
+def read_scales(scale: Scales) -> jax.Array:
+  """The float32 numbers that scales stand for."""
+  return scale.astype(jnp.float32) if isinstance(scale, jax.Array) else scale.dequantize()
 
 
 def dequantize(q: QTensor, dtype: jnp.dtype = jnp.dtype('float32')) -> jax.Array:
   """The weight [..., K, N] that the codes stand for: float32 arithmetic, rounded once to `dtype`."""
   numbers = q.scheme.numbers
   if q.scale is None:
-    return jax.lax.bitcast_convert_type(q.codes, jnp.dtype(numbers.name)).astype(dtype)
-  codes = q.codes
-  if numbers.bits < 8:
-    codes = _unpack_blocks(codes, numbers.bits, q.scheme.block_of(q.inputs), q.inputs)
-    if numbers.levels is None and not q.scheme.asymmetric:
-      codes = codes.astype(jnp.int8) - np.int8(2 ** (numbers.bits - 1))
-  return decode(codes, q.scheme, _read(q.scale), q.offset).astype(dtype)
+    return numbers.decode(q.codes).astype(dtype)
+  return decode(q.unpacked(), q.scheme, read_scales(q.scale), q.offset).astype(dtype)
 
 
 def expected_nbytes(shape: tuple[int, ...], scheme: str | Scheme) -> int:
@@ -326,9 +415,11 @@ def expected_nbytes(shape: tuple[int, ...], scheme: str | Scheme) -> int:
   bits = scheme.numbers.bits
   rows = full * formats.packed_rows(block, bits) + formats.packed_rows(tail, bits)
   blocks = full + bool(tail)
-  scales = 1 if scheme.granularity == 'tensor' else blocks * n
+  _, columns = scheme.grid(k, n)
+  scales = blocks * columns
   if scheme.double_quantized:
-    scale_bytes = blocks * n + 4 * blocks * -(-n // DQ_GROUP) + 4
+    scale_bytes = scales + 4 * blocks * -(-columns // DQ_GROUP) + 4
   else:
-    scale_bytes = scales * ({'float32': 4, 'bfloat16': 2}[scheme.scale] + 4 * scheme.asymmetric)
+    each, once = {'float32': (4, 0), 'bfloat16': (2, 0), 'e8m0': (1, 0), 'e4m3': (1, 4)}[scheme.scale]
+    scale_bytes = scales * (each + 4 * scheme.asymmetric) + once
   return int(np.prod(lead, dtype=np.int64)) * (rows * n + scale_bytes)

@@ -15,21 +15,25 @@ _nearest_code = jax.jit(formats.nearest_code, static_argnums=1)
 _pack = jax.jit(formats.pack, static_argnums=1)
 _unpack = jax.jit(formats.unpack, static_argnums=(1, 2))
 
-GRANULARITIES = ['', 'block=1', 'block=64', 'block=4096', 'axis=channel', 'axis=tensor']
+GRANULARITIES = ['', 'block=1', 'block=64', 'tile=4x2', 'tile=64x64', 'axis=channel', 'axis=tensor']
+SCALES = ('', 'float32', 'bfloat16', 'e8m0', 'e4m3')
 
 
 def _spellings():
   """Every combination of options in every order, with whether the grammar allows it."""
   for name, granularity, asym, dq, scale in itertools.product(
-    FORMATS, GRANULARITIES, (False, True), (False, True), ('', 'float32', 'bfloat16')
+    FORMATS, GRANULARITIES, (False, True), (False, True), SCALES
   ):
+    numbers = FORMATS[name]
     options = [granularity] if granularity else []
     options += ['asym'] * asym + ['dq'] * dq + ([f'scale={scale}'] if scale else [])
-    if name in ('bfloat16', 'float16'):
+    if numbers.is_float:
       is_valid = not options
     else:
-      has_blocks = granularity.startswith('block') or (not granularity and FORMATS[name].bits < 8)
-      is_valid = not (asym and FORMATS[name].levels) and not (dq and (asym or scale or not has_blocks))
+      has_blocks = granularity[:5] in ('block', 'tile=') or (not granularity and numbers.bits < 8)
+      is_valid = not (asym and not numbers.is_integer) and not (dq and (asym or scale or not has_blocks))
+      is_valid = is_valid and not (scale in ('e8m0', 'e4m3') and asym)
+      is_valid = is_valid and not (scale == 'e8m0' and numbers.unit == 1)
     for order in itertools.permutations(options):
       yield name + (':' + ','.join(order) if order else ''), is_valid
 
@@ -48,10 +52,10 @@ def test_every_spelling_round_trips_or_is_refused():
     assert parse_scheme(str(scheme)) == scheme, spelling
     assert str(parse_scheme(str(scheme))) == str(scheme), spelling
     seen.add(scheme)
-  # Floats 2; integers: 5 granularities × (asym × 2 scales), and dq for 3 blocks; tables without asym.
-  tables = sum(format.levels is not None for format in FORMATS.values())
-  integers = len(FORMATS) - 2 - tables
-  assert len(seen) == 2 + integers * (5 * 4 + 3) + tables * (5 * 2 + 3)
+  # Six granularities, four of them with dq; integers have offsets beside two kinds of scales.
+  for name, numbers in FORMATS.items():
+    kinds = 3 + (numbers.unit != 1) + 2 * numbers.is_integer
+    assert sum(scheme.format == name for scheme in seen) == (1 if numbers.is_float else 6 * kinds + 4), name
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,10 @@ def test_every_spelling_round_trips_or_is_refused():
       'int4:block=32,asym,scale=bfloat16',
     ),
     ('nf4:block=32,scale=float32', Scheme('nf4', 'block', 32), 'nf4:block=32'),
+    ('int8:tile=128x64', Scheme('int8', 'tile', 128, width=64), 'int8:tile=128x64'),
+    ('fp8_e4m3', Scheme('fp8_e4m3', 'channel'), 'fp8_e4m3:axis=channel'),
+    ('fp4:scale=e8m0,block=32', Scheme('fp4', 'block', 32, scale='e8m0'), 'fp4:block=32,scale=e8m0'),
+    ('fp4:block=16,scale=e4m3', Scheme('fp4', 'block', 16, scale='e4m3'), 'fp4:block=16,scale=e4m3'),
     ('bfloat16', Scheme('bfloat16'), 'bfloat16'),
     ('float16', Scheme('float16'), 'float16'),
   ],
@@ -107,6 +115,11 @@ def test_spellings_and_their_meaning(spelling, scheme, canonical):
     ('nf4:axis=channel,dq', 'dq quantizes the scales of blocks'),
     ('int4:asym,dq', 'dq with asym'),
     ('nf4:dq,scale=bfloat16', 'dq already says'),
+    ('int8:tile=64', 'tile=64 is not INPUTSxOUTPUTS'),
+    ('int8:tile=0x4', 'tile=0x4 is not INPUTSxOUTPUTS'),
+    ('int8:tile=4x4x4', 'tile=4x4x4 is not INPUTSxOUTPUTS'),
+    ('nf4:scale=e8m0', 'lose up to half its range to scale=e8m0'),
+    ('int8:asym,scale=e4m3', 'scale=e4m3 with asym is too coarse'),
   ],
 )
 def test_what_is_refused_says_why_and_shows_the_grammar(spelling, reason):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from qjax.quant.formats import FORMATS
 from qjax.quant.qtensor import dequantize, quantize
 
 
@@ -54,6 +55,21 @@ def test_noise_with_one_scale_a_channel(inputs: int, int8: float, int4: float) -
   w = normal()[: inputs * 1024].reshape(inputs, 1024)
   assert sqnr(w, 'int8:axis=channel') == pytest.approx(int8, abs=0.1)
   assert sqnr(w, 'int4:axis=channel') == pytest.approx(int4, abs=0.1)
+
+
+@pytest.mark.parametrize(('name', 'wanted'), [('fp8_e4m3', 31.52), ('fp8_e5m2', 25.54)])
+def test_noise_of_float8_without_a_scale(name: str, wanted: float) -> None:
+  w = normal()[: 2**20]
+  numbers = FORMATS[name]
+  error = np.asarray(numbers.decode(numbers.encode(w)), np.float64) - w
+  assert 10 * np.log10(np.mean(np.float64(w) ** 2) / np.mean(error**2)) == pytest.approx(wanted, abs=0.03)
+
+
+def test_microscaling_costs_little_beside_float32_scales() -> None:
+  w = np.ascontiguousarray(normal()[: 2**20].reshape(-1, 4096).T)
+  for block, scale, least, most in (32, 'e8m0', 0.5, 1.5), (16, 'e4m3', 0.0, 0.5):
+    loss = sqnr(w, f'fp4:block={block}') - sqnr(w, f'fp4:block={block},scale={scale}')
+    assert least < loss < most, scale
 
 
 @pytest.mark.parametrize(('dtype', 'wanted'), [('bfloat16', 55.59), ('float16', 73.65)])

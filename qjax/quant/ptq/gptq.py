@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from qjax.errors import UserError
 from qjax.quant.formats import Scheme
-from qjax.quant.qtensor import QTensor, assemble, decode, encode, ranges
+from qjax.quant.qtensor import QTensor, assemble, decode, encode, per_column, ranges, read_scales
 
 # Rows that are solved before the rest of the weight learns of their error.
 BLOCK = 128
@@ -39,8 +39,6 @@ class GPTQ:
   ) -> tuple[QTensor, None]:
     del absmax
     assert gram is not None
-    if scheme.double_quantized:
-      raise UserError(f'gptq chooses codes for scales that rest as they are; {scheme} quantizes them again')
     return _gptq(w, gram, scheme, self.act_order, self.damp), None
 
 
@@ -48,7 +46,9 @@ class GPTQ:
 def _gptq(w: jax.Array, gram: jax.Array, scheme: Scheme, act_order: bool, damp: float) -> QTensor:
   k = w.shape[0]
   block = scheme.block_of(k)
-  scale, offset = ranges(w, scheme)
+  stored, offset = ranges(w, scheme)
+  column_scale = per_column(read_scales(stored), scheme, w.shape[1])
+  column_offset = None if offset is None else per_column(offset, scheme, w.shape[1])
   rows = jnp.arange(k) // block
   moments = jnp.diagonal(gram)
   order = jnp.argsort(-moments, stable=True) if act_order else jnp.arange(k)
@@ -69,7 +69,7 @@ def _gptq(w: jax.Array, gram: jax.Array, scheme: Scheme, act_order: bool, damp: 
   upper = jnp.pad(upper, ((0, pad), (0, pad))) + jnp.diag(is_padding.astype(jnp.float32))
   todo = jnp.pad(w[order], ((0, pad), (0, 0)))
   row_of = jnp.pad(rows[order], (0, pad))
-  one_row = dataclasses.replace(scheme, granularity='channel', block=0)
+  one_row = dataclasses.replace(scheme, granularity='channel', block=0, width=1)
 
   def solve_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     todo, codes = carry
@@ -80,8 +80,9 @@ def _gptq(w: jax.Array, gram: jax.Array, scheme: Scheme, act_order: bool, damp: 
     def solve_row(i: jax.Array, inner: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
       part, errors, found = inner
       row = part[i][None]
-      s = jnp.broadcast_to(scale[row_of[start + i]], (1, w.shape[1]))
-      o = None if offset is None else jnp.broadcast_to(offset[row_of[start + i]], (1, w.shape[1]))
+      s = jnp.broadcast_to(column_scale[row_of[start + i]], (1, w.shape[1]))
+      o = column_offset
+      o = None if o is None else jnp.broadcast_to(o[row_of[start + i]], (1, w.shape[1]))
       code = encode(row, one_row, s, o)
       error = (row - decode(code, one_row, s, o)) / factor[i, i]
       # Rows before i are done: the factor is upper triangular, and its own row must not move twice.
@@ -95,8 +96,8 @@ def _gptq(w: jax.Array, gram: jax.Array, scheme: Scheme, act_order: bool, damp: 
     todo = todo - jax.lax.dot(push.T, errors, precision=jax.lax.Precision.HIGHEST)
     return todo, jax.lax.dynamic_update_slice_in_dim(codes, found, start, 0)
 
-  is_signed = offset is None and scheme.numbers.levels is None
+  is_signed = offset is None and scheme.numbers.is_integer
   dtype = jnp.int8 if is_signed else jnp.uint8
   _, codes = jax.lax.fori_loop(0, count, solve_block, (todo, jnp.zeros(todo.shape, dtype)))
   codes = jnp.zeros((k, w.shape[1]), dtype).at[order].set(codes[:k])
-  return assemble(codes, scale, offset, scheme)
+  return assemble(codes, stored, offset, scheme)

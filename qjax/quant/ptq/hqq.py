@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from qjax.errors import UserError
 from qjax.quant.formats import Scheme
-from qjax.quant.qtensor import QTensor, assemble, decode, encode, ranges
+from qjax.quant.qtensor import QTensor, assemble, decode, encode, ranges, read_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class HQQ:
     self, w: jax.Array, scheme: Scheme, gram: jax.Array | None, absmax: jax.Array | None
   ) -> tuple[QTensor, None]:
     del gram, absmax
-    if not scheme.asymmetric or scheme.granularity == 'tensor':
+    if not scheme.asymmetric or scheme.granularity in ('tensor', 'tile'):
       raise UserError(f'hqq moves the offsets of blocks or channels; {scheme} has none: add asym')
     return _hqq(w, scheme, self.rounds, self.p), None
 
@@ -43,7 +43,8 @@ def _hqq(w: jax.Array, scheme: Scheme, rounds: int, p: float) -> QTensor:
   k = w.shape[0]
   block = scheme.block_of(k)
   blocks = -(-k // block)
-  scale, start = ranges(w, scheme)
+  stored, start = ranges(w, scheme)
+  scale = read_scales(stored)
   assert start is not None
   member = jnp.repeat(jnp.arange(blocks), block, total_repeat_length=blocks * block)[:k]
   unit = jnp.where(scale == 0, 1, scale)[member]  # errors are counted in steps
@@ -68,4 +69,4 @@ def _hqq(w: jax.Array, scheme: Scheme, rounds: int, p: float) -> QTensor:
 
   first = jax.ops.segment_sum(jnp.abs(w - values(start)), member, blocks)
   _, offset, _ = jax.lax.fori_loop(0, rounds, step, (start, start, first))
-  return assemble(encode(w, scheme, scale, offset), scale, offset, scheme)
+  return assemble(encode(w, scheme, scale, offset), stored, offset, scheme)

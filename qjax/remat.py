@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# The names under which a policy may keep what attention reads and returns, and what a projection returns.
+# The names under which a policy may keep what attention reads and returns, what a projection returns, and an
+# adapter's x·A.
 ATTENTION_IN = 'attention_in'
 ATTENTION_OUT = 'attention_out'
 PROJECTION_OUT = 'projection_out'
+LOW_RANK = 'low_rank'
 
 # Nothing but the layer's input ('full'); what attention returned too; what attention read and returned and
 # projections returned, in the compute dtype ('projections'); or every product as it was accumulated.
@@ -17,7 +19,9 @@ POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
   'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
-  'projections': jax.checkpoint_policies.save_only_these_names(ATTENTION_IN, ATTENTION_OUT, PROJECTION_OUT),
+  'projections': jax.checkpoint_policies.save_only_these_names(
+    ATTENTION_IN, ATTENTION_OUT, PROJECTION_OUT, LOW_RANK
+  ),
   'dots': jax.checkpoint_policies.checkpoint_dots,
   'dots_no_batch': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
 }
