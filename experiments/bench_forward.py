@@ -1,10 +1,12 @@
 """Times a forward pass in integers beside one in bfloat16 and one in float32, in turn, and says why.
 
   python -m experiments.bench_forward
+  python -m experiments.bench_forward --logits=last
   python -m experiments.bench_forward --rows=1 --seq_len=1
   python -m experiments.bench_forward --weights=int4:axis=channel --json
 
-Three programs take the same tokens to the logits of every position: float32 weights and products; bfloat16
+Three programs take the same tokens to the logits of every position, or of the last one, which is all that an
+answer needs of its prompt: float32 weights and products; bfloat16
 weights and operands, products in float32; and weights and inputs of projections quantized, the rest as in the
 second. Seconds are medians of passes taken in turn, so that a busy machine slows all alike. Below the times
 stands which way each projection's product took.
@@ -36,6 +38,7 @@ _SEQ_LEN = flags.DEFINE_integer('seq_len', 256, 'Tokens a row.', lower_bound=1)
 _REPEATS = flags.DEFINE_integer('repeats', 15, 'Timed passes of each program.', lower_bound=1)
 _WEIGHTS = flags.DEFINE_string('weights', 'int8:axis=channel', 'Scheme of the third program.')
 _ACTIVATIONS = flags.DEFINE_string('activations', 'int8:axis=token', 'How its projections read inputs.')
+_LOGITS = flags.DEFINE_enum('logits', 'all', ['all', 'last'], 'Of which positions.')
 _JSON = flags.DEFINE_bool('json', False, 'End with one line of JSON: seconds by program.')
 
 Forward = Callable[[], jax.Array]
@@ -58,7 +61,8 @@ def main(argv: list[str]) -> int:
       running[name] = _compiled(source, variables, numerics)
   seconds = _time(running)
   baseline = list(seconds)[-1]
-  print(f'logits of {_ROWS.value} x {_SEQ_LEN.value} tokens, medians of {_REPEATS.value} passes in turn')
+  which = {'all': 'all logits', 'last': "the last position's logits"}[_LOGITS.value]
+  print(f'{_ROWS.value} x {_SEQ_LEN.value} tokens to {which}, medians of {_REPEATS.value} passes in turn')
   for name, median in seconds.items():
     print(f'{name:<36} {1e3 * median:>9.1f} ms {median / seconds[baseline]:>7.2f} x')
   for way, names in _ways(variables, programs[quantized][2]).items():
@@ -79,8 +83,15 @@ def _compiled(source: Source, variables: Any, numerics: Numerics) -> Forward:
   tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, shape, np.int32)
   segments = np.ones(shape, np.int32)
   positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-  forward = jax.jit(lambda v, *x: transformer.logits(model, v, *x))
-  compiled = forward.lower(variables, tokens, segments, positions).compile()
+
+  def forward(variables: Any, *batch: jax.Array) -> jax.Array:
+    hidden: Any = model.apply(variables, *batch)
+    if _LOGITS.value == 'last':
+      hidden = hidden[:, -1:]
+    head, transposed = transformer.head_of(source.config, variables['params'])
+    return ops.matmul(hidden, head, numerics.policy, transposed)
+
+  compiled = jax.jit(forward).lower(variables, tokens, segments, positions).compile()
   return lambda: compiled(variables, tokens, segments, positions)
 
 

@@ -378,41 +378,64 @@ def _take_rows_bwd(residual: Any, g: jax.Array) -> tuple[Any, None]:
 take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, scale: float, policy: Policy) -> jax.Array:
-  """s·(x·A)·B [..., N] in `policy.accum`, for Aᵀ [r, K] and B [r, N]."""
-  return _low_rank_fwd(x, a, b, scale, policy)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def lower(x: jax.Array, factors: tuple[jax.Array, ...], policy: Policy) -> tuple[jax.Array, ...]:
+  """x·A [..., r] in `policy.compute` for each Aᵀ [r, K]: all adapters that read one x, in one product."""
+  return _lower_fwd(x, factors, policy)[0]
 
 
-def _low_rank_fwd(x: Any, a: Any, b: Any, scale: float, policy: Policy) -> tuple[jax.Array, Any]:
-  compute, accum, last = policy.compute, policy.accum, x.ndim - 1
-  low = contract(x.astype(compute), a.astype(compute), ((last,), (1,)), accum).astype(compute)
-  low = named(low, LOW_RANK)
-  y = jnp.asarray(scale, accum) * contract(low, b.astype(compute), ((last,), (0,)), accum)
-  return y, (x, a, b, low)
+def _lower_fwd(
+  x: jax.Array, factors: tuple[jax.Array, ...], policy: Policy
+) -> tuple[tuple[jax.Array, ...], Any]:
+  stacked = jnp.concatenate([a.astype(policy.compute) for a in factors])
+  low = contract(x.astype(policy.compute), stacked, ((x.ndim - 1,), (1,)), policy.accum)
+  low = named(low.astype(policy.compute), LOW_RANK)
+  return tuple(jnp.split(low, _ends(factors), axis=-1)), (x, factors)
 
 
-def _low_rank_bwd(
-  scale: float, policy: Policy, residual: Any, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The gradients of x, A and B.
-
-  The narrow left operands of the factors' gradients are turned first: a product that contracts over the
-  leading axis of its left operand misses the CPU's bfloat16 units.
-  """
-  x, a, b, low = residual
-  compute, accum = policy.compute, policy.accum
-  s = jnp.asarray(scale, accum)
-  x_rows, g_rows = x.reshape(-1, x.shape[-1]).astype(compute), g.reshape(-1, g.shape[-1]).astype(compute)
-  d_low = (s * contract(g_rows, b.astype(compute), ((1,), (1,)), accum)).astype(compute)
-  dx = contract(d_low, a.astype(compute), ((1,), (0,)), accum).astype(x.dtype).reshape(x.shape)
-  da = contract(transpose(d_low), x_rows, ((1,), (0,)), accum).astype(a.dtype)
-  low_rows = low.reshape(-1, low.shape[-1])
-  db = (s * contract(transpose(low_rows), g_rows, ((1,), (0,)), accum)).astype(b.dtype)
-  return dx, da, db
+def _lower_bwd(
+  policy: Policy, residual: Any, g: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  x, factors = residual
+  stacked = jnp.concatenate([a.astype(policy.compute) for a in factors])
+  rows = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in g], axis=-1)
+  dx = contract(rows, stacked, ((1,), (0,)), policy.accum).astype(x.dtype).reshape(x.shape)
+  # Turned first: a product that contracts over the leading axis of its left operand misses the CPU's units.
+  x_rows = x.reshape(-1, x.shape[-1]).astype(policy.compute)
+  d_stacked = contract(transpose(rows), x_rows, ((1,), (0,)), policy.accum)
+  parts = jnp.split(d_stacked, _ends(factors))
+  return dx, tuple(d.astype(a.dtype) for d, a in zip(parts, factors, strict=True))
 
 
-_low_rank.defvjp(_low_rank_fwd, _low_rank_bwd)
+def _ends(factors: tuple[jax.Array, ...]) -> list[int]:
+  """Where each factor but the last ends in the stack of all."""
+  return np.cumsum([a.shape[0] for a in factors])[:-1].tolist()
+
+
+lower.defvjp(_lower_fwd, _lower_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _raise(low: jax.Array, b: jax.Array, scale: float, policy: Policy) -> jax.Array:
+  """s·low·B [..., N] in `policy.accum`, for low [..., r] and B [r, N]."""
+  product = contract(low, b.astype(policy.compute), ((low.ndim - 1,), (0,)), policy.accum)
+  return jnp.asarray(scale, policy.accum) * product
+
+
+def _raise_fwd(low: jax.Array, b: jax.Array, scale: float, policy: Policy) -> tuple[jax.Array, Any]:
+  return _raise(low, b, scale, policy), (low, b)
+
+
+def _raise_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+  low, b = residual
+  s = jnp.asarray(scale, policy.accum)
+  g_rows, low_rows = g.reshape(-1, g.shape[-1]).astype(policy.compute), low.reshape(-1, low.shape[-1])
+  d_low = s * contract(g_rows, b.astype(policy.compute), ((1,), (1,)), policy.accum)
+  db = s * contract(transpose(low_rows), g_rows, ((1,), (0,)), policy.accum)
+  return d_low.astype(low.dtype).reshape(low.shape), db.astype(b.dtype)
+
+
+_raise.defvjp(_raise_fwd, _raise_bwd)
 
 
 def dot(
@@ -424,6 +447,7 @@ def dot(
   dropout_key: jax.Array | None = None,
   path: str | None = None,
   high: jax.Array | None = None,
+  low: jax.Array | None = None,
 ) -> jax.Array:
   """y = x·w + s·(x·A)·B + bias in `policy.compute`.
 
@@ -437,6 +461,7 @@ def dot(
     dropout_key: drops inputs of A with the adapter's probability; None (evaluation) drops nothing.
     path: where the projection is, such as 'layers/mlp/down/kernel', for `numerics.activations`.
     high: float32 [], the largest magnitude of x that a static scheme represents.
+    low: x·A from `lower`, if it is there already; nothing is dropped from it.
 
   Raises:
     UserError: a static scheme without `high`, or `integer = 'always'` where integers can't be multiplied.
@@ -454,12 +479,14 @@ def dot(
       )
     is_integer, _ = _choose(w, numerics.integer)
     y = _matmul(x, w, high if scheme.is_static else None, _Plan(policy, False, scheme, is_integer))
-  if adapter is not None:
+  if adapter is not None and low is None:
     z = x
     if dropout_key is not None and adapter.dropout > 0:
       keep = jax.random.bernoulli(dropout_key, 1 - adapter.dropout, x.shape)
       z = jnp.where(keep, x / jnp.asarray(1 - adapter.dropout, x.dtype), jnp.zeros((), x.dtype))
-    y = y + _low_rank(z, adapter.a, adapter.b, adapter.scale, policy)
+    (low,) = lower(z, (adapter.a,), policy)
+  if adapter is not None and low is not None:
+    y = y + _raise(low, adapter.b, adapter.scale, policy)
   if bias is not None:
     y = y + bias.astype(policy.accum)
   return y.astype(policy.compute)

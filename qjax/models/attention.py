@@ -74,7 +74,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Ar
 
 
 # Queries up to this many see a prefix of the keys together: what lies behind the prefix is masked for all.
-_QUERIES = 128
+_QUERIES = 64
 
 
 def _parts(t: int) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads,
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qjax import ops
+from qjax.adapters import Adapter
 from qjax.models.attention import AttentionKernel, attend
 from qjax.models.config import ModelConfig, RopeScaling
 from qjax.ops import Numerics
@@ -49,11 +51,30 @@ def rotary_table(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, 
   return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.custom_vjp
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
   """Rotary position embedding of x [B, T, heads, C], pairs (i, i + C/2), in float32, in the dtype of x."""
+  cos, sin = (jnp.concatenate([part, part], axis=-1) for part in table)
+  half = x.shape[-1] // 2
+  # (first, second) becomes (-second, first) by a product, whose sums have one term: shifted slices of x would
+  # have XLA's CPU backend compute x again for each of them, without vector instructions.
+  turn = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
+  turn[np.arange(half) + half, np.arange(half)] = -1
+  turn[np.arange(half), np.arange(half) + half] = 1
+  turned = ops.contract(x, jnp.asarray(turn, x.dtype), ((x.ndim - 1,), (0,)), jnp.dtype('float32'))
+  return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
+
+
+def _rotate_fwd(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+  return rotate(x, table), table
+
+
+def _rotate_bwd(table: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
   cos, sin = table
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+  return rotate(g, (cos, -sin)), None
+
+
+rotate.defvjp(_rotate_fwd, _rotate_bwd)
 
 
 class Projection(nn.Module):
@@ -69,7 +90,7 @@ class Projection(nn.Module):
   use_bias: bool = False
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, low: jax.Array | None = None) -> jax.Array:
     # A quantized weight is no array of the shape that an initializer would promise, so an existing weight
     # is looked up, not declared.
     if self.has_variable('params', 'kernel'):
@@ -87,8 +108,21 @@ class Projection(nn.Module):
       self.sow('inputs', 'kernel', x)
       if high is None and self.numerics.scheme_of(path).is_static:
         path = None
-    y = ops.dot(x, kernel, self.numerics, adapter, bias, key, path, high)
+    y = ops.dot(x, kernel, self.numerics, adapter, bias, key, path, high, low)
     return named(y, PROJECTION_OUT)
+
+
+def lower_together(
+  parent: nn.Module, names: Sequence[str], x: jax.Array, numerics: Numerics
+) -> dict[str, jax.Array]:
+  """x·A for the adapters of those projections of `parent` that read x; {} if each drops inputs of its own."""
+  adapters: dict[str, Adapter] = {
+    name: parent.get_variable('lora', name)['kernel'] for name in names if parent.has_variable('lora', name)
+  }
+  if not adapters or (parent.has_rng('dropout') and any(a.dropout > 0 for a in adapters.values())):
+    return {}
+  lows = ops.lower(x, tuple(adapter.a for adapter in adapters.values()), numerics.policy)
+  return dict(zip(adapters, lows, strict=True))
 
 
 class Norm(nn.Module):
@@ -114,8 +148,10 @@ class Attention(nn.Module):
   def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], mask: jax.Array) -> jax.Array:
     c = self.config
 
+    lows = lower_together(self, 'qkv', x, self.numerics)
+
     def heads(name: str, count: int) -> jax.Array:
-      y = Projection(count * c.head_dim, self.numerics, c.qkv_bias, name=name)(x)
+      y = Projection(count * c.head_dim, self.numerics, c.qkv_bias, name=name)(x, lows.get(name))
       y = y.reshape(*y.shape[:-1], count, c.head_dim)
       return constrain(y, BATCH_AXES, None, 'tensor', None)
 
@@ -138,8 +174,9 @@ class GatedMLP(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     c = self.config
-    gate = Projection(c.d_ff, self.numerics, name='gate')(x)
-    up = Projection(c.d_ff, self.numerics, name='up')(x)
+    lows = lower_together(self, ('gate', 'up'), x, self.numerics)
+    gate = Projection(c.d_ff, self.numerics, name='gate')(x, lows.get('gate'))
+    up = Projection(c.d_ff, self.numerics, name='up')(x, lows.get('up'))
     gate, up = (constrain(y, BATCH_AXES, None, 'tensor') for y in (gate, up))
     if c.activation == 'silu':
       hidden = silu_gate(gate, up)
