@@ -27,4 +27,5 @@ def get_config() -> ConfigDict:
   config.calibration.seq_len = 256
   config.calibration.max_tokens = 16384
   config.calibration.batch_size = 8  # rows at a time
+  config.calibration.ranges = ''  # calibration.json of experiments.calibrate; '' finds static ranges here
   return config

@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags
 
 from experiments import cli
-from qjax import quantize, records, report, storage, trees
+from qjax import files, quantize, records, report, storage, trees
 from qjax.data import plain
 from qjax.errors import UserError, nearest
 from qjax.io import native
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     if name not in done:
       done[name] = _row(name, recipes[name], rules_of.get(name, ()), source, calibration, held_out, reference)
       record = {'settings': settings, 'rows': done, 'environment': records.environment()}
-      records.write_json(workdir / 'table.json', record)
+      files.write_json(workdir / 'table.json', record)
   table = report.markdown_table([done[name] for name in recipes if name in done], COLUMNS)
   (workdir / 'table.md').write_text(table, encoding='utf-8')
   mean = reference['nll'].mean()

@@ -15,7 +15,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments import cli
-from qjax import build, quantize, records, trees
+from qjax import build, files, quantize, records, trees
 from qjax.io import native
 from qjax.progress import Bar
 from qjax.records import human_bytes
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     'peak_memory_bytes': records.peak_memory(),
   }
   what = {'config': build.json_ready(config.to_dict()), 'origin': origin} | records.environment()
-  records.write_json(workdir / records.RECORD, what | {'results': results})
+  files.write_json(workdir / records.RECORD, what | {'results': results})
   print(
     f'{workdir / "model"}: {human_bytes(nbytes)} of {human_bytes(results["float32_bytes"])} in float32, '
     f'{results["bits_per_projection_weight"]:.3f} bits a projection weight, {seconds:.0f} s, '

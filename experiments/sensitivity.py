@@ -9,6 +9,7 @@ receives sensitivity.json, heatmap.png and rules.json; the flags that give exper
 printed. Schemes are separated by '+'.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from absl import flags
 
 from experiments import cli
-from qjax import records, report, trees
+from qjax import files, records, report, trees
 from qjax.data import plain
 from qjax.errors import UserError
 from qjax.io.source import load_source, params
@@ -69,14 +70,15 @@ def main(argv: list[str]) -> int:
   flat = trees.flatten(weights)
   model = Transformer(source.config, Numerics(policy(compute='bfloat16')), 'none', AttentionKernel('xla'))
 
+  @jax.jit
   def logits(weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
     variables = {'params': weights}
     found = transformer.logits(model, variables, batch['tokens'], batch['segments'], batch['positions'])
     return found.astype(jnp.float32)
 
   @jax.jit
-  def compare(weights: Any, changed: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    old, new = logits(weights, batch), logits(changed, batch)
+  def compare(old: jax.Array, changed: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    new = logits(changed, batch)
 
     def nll(found: jax.Array) -> jax.Array:
       own = jnp.take_along_axis(found, batch['targets'][..., None], axis=-1)[..., 0]
@@ -87,16 +89,18 @@ def main(argv: list[str]) -> int:
     return jnp.sum(kl * counted), jnp.sum((nll(new) - nll(old)) * counted)
 
   rounded = jax.jit(lambda w, scheme: dequantize(quantize(w, scheme)), static_argnums=1)
+  parts = list(itertools.product(enumerate(paths), enumerate(schemes)))
+  batches = list(rows.batches(BATCH))
   kl, difference = np.zeros((2, len(paths), len(schemes)))
-  with Bar('parts', len(paths) * len(schemes)) as bar:
-    for i, path in enumerate(paths):
-      for j, scheme in enumerate(schemes):
+  with Bar('parts', len(batches) * len(parts)) as bar:
+    for done, batch in enumerate(batches):
+      old = logits(weights, batch)
+      for index, ((i, path), (j, scheme)) in enumerate(parts):
         changed = trees.nest(flat | {path: rounded(flat[path], parse_scheme(scheme))})
-        for batch in rows.batches(BATCH):
-          found = jax.device_get(compare(weights, changed, batch))
-          kl[i, j] += found[0] / rows.num_tokens
-          difference[i, j] += found[1] / rows.num_tokens
-        bar.advance(i * len(schemes) + j + 1, f'{path} {scheme} kl {kl[i, j]:.5f}')
+        found = jax.device_get(compare(old, changed, batch))
+        kl[i, j] += found[0] / rows.num_tokens
+        difference[i, j] += found[1] / rows.num_tokens
+        bar.advance(done * len(parts) + index + 1)
   about = {
     'model': source.name,
     'fingerprint': source.fingerprint,
@@ -112,7 +116,7 @@ def main(argv: list[str]) -> int:
   report.sensitivity_heatmap(found.as_dict(), workdir / 'heatmap.png')
   chosen = allocate(found.costs('kl'), found.sizes(), budget)
   default, others = with_default(rules(chosen))
-  records.write_json(
+  files.write_json(
     workdir / 'rules.json', {'bits': _BITS.value, 'projections': default, 'rules': others, 'gap': chosen.gap}
   )
   spelled = ', '.join(f'("{pattern}", "{scheme}")' for pattern, scheme in others)

@@ -21,7 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments import cli
-from qjax import build, records, report, trees, verification
+from qjax import build, files, records, report, trees, verification
 from qjax.data import plain
 from qjax.io import native
 from qjax.progress import Bar, stage
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     text=fields.text.path, compute=fields.compute, bytes=sizes, reload_is_identical=is_same,
     environment=records.environment(),
   )  # fmt: skip
-  report.write_verification(records.plain(record), workdir)
+  report.write_verification(files.plain(record), workdir)
   low, high = comparison.nll_interval
   print(
     f'held-out nll {comparison.nll_reference:.4f} -> {comparison.nll_candidate:.4f}, difference '

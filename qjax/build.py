@@ -29,6 +29,7 @@ from qjax.models.config import parameter_shapes
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import Policy
+from qjax.quant.calibration import Calibration
 from qjax.quant.verify import Thresholds
 
 T = TypeVar('T')
@@ -341,6 +342,11 @@ class TextFields:
 
 
 @dataclasses.dataclass(frozen=True)
+class CalibrationFields(TextFields):
+  ranges: str
+
+
+@dataclasses.dataclass(frozen=True)
 class PathFields:
   path: str
 
@@ -355,7 +361,7 @@ class QuantizeFields:
   activations: tuple[tuple[str, str], ...]
   model: PathFields
   storage: StorageFields
-  calibration: TextFields
+  calibration: CalibrationFields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,8 +410,14 @@ def quantization(config: ConfigDict) -> Quantization:
   fields = fields_from(QuantizeFields, json_ready(config.to_dict()))
   source = load_source(fields.model.path)
   rules = storage.rules(fields.storage.projections, fields.storage.embeddings, fields.storage.rules)
+  ranges = fields.calibration.ranges
   recipe = quantize.Recipe(
-    fields.method, rules, fields.activations, fields.observer, fields.calibration.batch_size
+    fields.method,
+    rules,
+    fields.activations,
+    fields.observer,
+    fields.calibration.batch_size,
+    Calibration.load(Path(ranges), source.fingerprint) if ranges else None,
   )
   recipe.check(source.config)
   rows = _text(fields.calibration, source.require_tokenizer(), 'calibration', 'config.calibration')

@@ -15,6 +15,7 @@ from qjax.models.config import ModelConfig, parameter_shapes
 from qjax.ops import Numerics
 from qjax.precision import policy
 from qjax.quant import activations, calibrate, ptq
+from qjax.quant.calibration import Calibration
 from qjax.quant.formats import FORMATS
 from qjax.quant.ptq import LayerData
 from qjax.walk import PATHS, PROJECTIONS, SHARED_INPUTS, Layer, Moments, Walk
@@ -33,6 +34,7 @@ class Recipe:
     activations: ordered rules from projection path to a scheme of `quant.activations`, or none at all.
     observer: which ranges static activation schemes get.
     batch_size: rows of calibration text at a time.
+    ranges: of static activation schemes, found before; None finds them on the way, layer by layer.
   """
 
   method: str
@@ -40,6 +42,7 @@ class Recipe:
   activations: tuple[tuple[str, str], ...] = ()
   observer: str = 'absmax'
   batch_size: int = 8
+  ranges: Calibration | None = None
 
   def check(self, config: ModelConfig) -> dict[str, str]:
     """The storage of every parameter.
@@ -76,7 +79,7 @@ def quantize(
   scheme_of = activations.rules(recipe.activations)
   static = [name for name in PROJECTIONS if scheme_of(f'layers/{PATHS[name]}').is_static]
   numerics = Numerics(policy(), activations=recipe.activations)
-  needs_data = bool(method.needs) or bool(static)
+  needs_data = bool(method.needs) or (bool(static) and recipe.ranges is None)
   if needs_data and rows is None:
     raise ValueError(f'{recipe.method} with activations {recipe.activations} needs calibration rows')
   batches = list(rows.batches(recipe.batch_size)) if rows is not None and needs_data else []
@@ -91,7 +94,7 @@ def quantize(
     flat = trees.flatten(layer.params) | changed
     params = trees.nest(flat)
     lora = {PATHS[name]: adapters.Adapter(*factors) for name, factors in result.adapters.items()}
-    act = _ranges(walk, params, static, recipe.observer, scheme_of, layer.index)
+    act = _ranges(walk, params, static, recipe, scheme_of, layer.index)
     if batches:
       walk.apply({'params': params, 'lora': trees.nest(lora), 'act': trees.nest(act)})
     for collection, leaves in (('params', flat), ('lora', lora), ('act', act)):
@@ -138,14 +141,18 @@ def _ranges(
   walk: Walk,
   params: Tree,
   static: list[str],
-  observer: str,
+  recipe: Recipe,
   scheme_of: Callable[[str], activations.ActivationScheme],
   index: int,
 ) -> dict[str, jax.Array]:
   """The largest input, float32 [], of each projection whose activation scheme is static."""
+  bits = {name: FORMATS[scheme_of(f'layers/{PATHS[name]}').format].bits for name in static}
+  if recipe.ranges is not None:
+    known = {name: recipe.ranges.largest(f'layers/{PATHS[name]}', index, bits[name]) for name in static}
+    return {PATHS[name]: jnp.asarray(high, jnp.float32) for name, high in known.items()}
   if not static:
     return {}
-  watch = calibrate.observer(observer)
+  watch = calibrate.observer(recipe.observer)
   states: dict[str, Any] = {}
   for inputs, valid in walk.inputs({'params': params}):
     for name, x in inputs.items():
@@ -153,9 +160,9 @@ def _ranges(
   found = {}
   for group in SHARED_INPUTS:
     for name in set(group) & set(static):
-      bits = FORMATS[scheme_of(f'layers/{PATHS[name]}').format].bits
       try:
-        found[PATHS[name]] = jnp.asarray(watch.range(states[group[0]], bits).high, jnp.float32)
+        seen = watch.range(states[group[0]], bits[name])
       except UserError as error:
         raise UserError(f'inputs of layers/{PATHS[name]}, layer {index}: {error}') from None
+      found[PATHS[name]] = jnp.asarray(np.maximum(-seen.low, seen.high), jnp.float32)
   return found

@@ -6,55 +6,26 @@ Tables and figures are drawn from these files alone.
 import dataclasses
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import psutil
 import tensorboardX
 
+from qjax import files
 from qjax.errors import UserError
 
 RECORD = 'record.json'
 METRICS = 'metrics.jsonl'
 EVENTS = 'tensorboard'
 LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[str]]:
-  """A file that takes the place of `path` when it is whole: a reader, or a crash, never finds half of it."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  beside = path.with_name(f'.{path.name}.new')
-  with open(beside, 'w') as file:
-    yield file
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(beside, path)
-
-
-def write_json(path: Path, value: Any) -> None:
-  """Writes `plain(value)` so that a reader, or a crash, finds the old file or the new one."""
-  with replacing(path) as file:
-    json.dump(plain(value), file, indent=2, allow_nan=False)
-    file.write('\n')
-
-
-def plain(value: Any) -> Any:
-  """The value with None for infinities and NaN, which JSON does not have, all the way down."""
-  if isinstance(value, Mapping):
-    return {name: plain(item) for name, item in value.items()}
-  if isinstance(value, list | tuple):
-    return [plain(item) for item in value]
-  return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def environment() -> dict[str, Any]:
@@ -93,7 +64,7 @@ class Record:
 
   def update(self, **fields: Any) -> None:
     self.fields |= fields
-    write_json(self.path, self.fields)
+    files.write_json(self.path, self.fields)
 
 
 class Metrics:
@@ -111,7 +82,7 @@ class Metrics:
       return row['step'] < after_step or (row['step'] == after_step and (is_scored or row['kind'] != 'eval'))
 
     kept = [] if after_step is None else [row for row in read_metrics(directory) if is_kept(row)]
-    with replacing(directory / METRICS) as file:
+    with files.replacing(directory / METRICS) as file:
       file.writelines(json.dumps(row) + '\n' for row in kept)
     self._file = open(directory / METRICS, 'a')  # noqa: SIM115 (closed by `close`)
     shutil.rmtree(directory / EVENTS, ignore_errors=True)
@@ -121,7 +92,7 @@ class Metrics:
 
   def write(self, step: int, kind: str, values: Mapping[str, float | int]) -> None:
     """One line {'step', 'kind', …}, in the file when this returns; infinities and NaN are written as null."""
-    row = {'step': step, 'kind': kind} | plain(values)
+    row = {'step': step, 'kind': kind} | files.plain(values)
     self._file.write(json.dumps(row) + '\n')
     self._file.flush()
     self._draw(row)

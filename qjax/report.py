@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qjax import records
+from qjax import files
 from qjax.errors import UserError
 
 Record = Mapping[str, Any]
@@ -336,7 +336,7 @@ def write_verification(record: Record, directory: Path) -> None:
   Raises:
     UserError: matplotlib is missing; nothing is written then.
   """
-  record = records.plain(record)
+  record = files.plain(record)
   figures = _figures(record)
   markdown = verification_markdown(record)
   page = [f'<h1>{_headline(record)}</h1>\n']
@@ -353,7 +353,7 @@ def write_verification(record: Record, directory: Path) -> None:
     markdown += f'\n![{caption}]({name})\n'
     data = base64.b64encode(png).decode()
     page.append(f'<p><img alt="{caption}" src="data:image/png;base64,{data}"></p>\n')
-  records.write_json(directory / 'report.json', record)
+  files.write_json(directory / 'report.json', record)
   (directory / 'report.md').write_text(markdown, encoding='utf-8')
   (directory / 'report.html').write_text(
     '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'

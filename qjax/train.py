@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qjax import checkpoint, evaluate, optim, records, sharding, trees
+from qjax import checkpoint, evaluate, files, optim, records, sharding, trees
 from qjax.data.pipeline import Dataset, DataSpec, eval_batches, train_iterator
 from qjax.errors import UserError
 from qjax.evaluate import Score
@@ -345,7 +345,7 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
       return found
 
     def score_and_save(step: int) -> None:
-      found = records.plain(score(step).as_dict())
+      found = files.plain(score(step).as_dict())
       history.setdefault('before', found)
       history.update(after=found, scored=step)
       save(step, found['nll'])

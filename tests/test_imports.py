@@ -27,7 +27,9 @@ def _names(short: str) -> tuple[str, ...]:
 
 
 # Each sees those before it and none after.
-LADDER = _names('errors cache trees precision quant storage adapters remat ops models method optim train')
+LADDER = _names(
+  'errors files cache trees precision quant storage adapters remat ops models method optim train'
+)
 
 
 def _below(name: str) -> tuple[str, ...]:
@@ -43,20 +45,20 @@ TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)}
   'qjax.train': Row((*_below('train'), *_names('sharding data checkpoint records evaluate progress'))),
   'qjax.sharding': Row(_below('adapters')),
   'qjax.checkpoint': Row(_names('errors trees quant')),
-  'qjax.records': Row(_names('errors trees quant')),
+  'qjax.records': Row(_names('errors files')),
   'qjax.progress': Row(),
   'qjax.data': Row(
     _names('errors cache'),
     never=(*Row().never, 'jax', 'jaxlib', 'flax', 'optax', 'orbax', 'chex'),  # workers start without a device
   ),
-  'qjax.io': Row(_names('errors cache trees quant adapters models.config data.tokenizer')),
+  'qjax.io': Row(_names('errors files cache trees quant adapters models.config data.tokenizer')),
   'qjax.evaluate': Row((*_below('optim'), *_names('sharding data'))),
   'qjax.generate': Row((*_below('optim'), *_names('sharding data'))),
   'qjax.walk': Row(_below('optim')),
   'qjax.quantize': Row((*_below('optim'), *_names('data walk'))),
   'qjax.verification': Row((*_below('optim'), *_names('data io walk generate'))),
   'qjax.plan': Row((*LADDER, 'qjax.sharding')),
-  'qjax.report': Row(_names('errors records')),  # tables and figures are drawn from records alone
+  'qjax.report': Row(_names('errors files records')),  # tables and figures are drawn from records alone
   'qjax.build': Row(('qjax', 'pallas_kernels'), never=('absl.app', 'absl.flags')),
   'pallas_kernels': Row(third_party=('jax', 'jaxlib', 'numpy')),
   'configs': Row(third_party=('ml_collections',), never=()),

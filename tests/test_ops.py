@@ -391,6 +391,35 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped():
     assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(slope, rel=1e-4, abs=1e-3)
 
 
+@pytest.mark.parametrize('compute', ['float32', 'bfloat16'])
+def test_adapters_that_read_one_input_share_its_product(compute):
+  x, _, w, adapter, _ = _arguments(compute, (3, 5))
+  other = dataclasses.replace(adapter, a=_normal(31, 2, K), b=_normal(32, 2, N))  # of another rank
+  g = _normal(33, 2, 3, 5, N)
+
+  def apart(x, factors):
+    both = [dataclasses.replace(one, a=a, b=b) for one, (a, b) in zip((adapter, other), factors, strict=True)]
+    return jnp.stack([ops.dot(x, w, NUMERICS[compute], one) for one in both])
+
+  def together(x, factors):
+    both = [dataclasses.replace(one, a=a, b=b) for one, (a, b) in zip((adapter, other), factors, strict=True)]
+    lows = ops.lower(x, tuple(one.a for one in both), NUMERICS[compute].policy)
+    dots = (ops.dot(x, w, NUMERICS[compute], one, low=low) for one, low in zip(both, lows, strict=True))
+    return jnp.stack(list(dots))
+
+  factors = [(adapter.a, adapter.b), (other.a, other.b)]
+  found, expected = (
+    (y, *jax.tree.leaves(vjp(jnp.asarray(g, y.dtype))))
+    for y, vjp in (jax.vjp(jax.jit(f), x, factors) for f in (together, apart))
+  )
+  # dx is rounded to the dtype of x once, not once for each adapter.
+  eps = float(jnp.finfo(compute).eps)
+  for left, right in zip(found, expected, strict=True):
+    assert left.dtype == right.dtype
+    left, right = (np.asarray(a, np.float64) for a in (left, right))
+    np.testing.assert_allclose(left, right, rtol=2 * eps, atol=4 * eps * np.abs(right).max())
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qjax import progress, records
+from qjax import files, progress, records
 from qjax.errors import UserError
 
 
@@ -122,11 +122,11 @@ def test_no_file_holds_a_number_that_json_lacks(tmp_path: Path, value: float):
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path):
   path = tmp_path / 'record.json'
-  records.write_json(path, {'a': 1})
+  files.write_json(path, {'a': 1})
   with pytest.raises(TypeError):
-    records.write_json(path, {'a': 2, 'b': object()})
+    files.write_json(path, {'a': 2, 'b': object()})
   assert json.loads(path.read_text()) == {'a': 1}
-  records.write_json(path, {'a': 3})
+  files.write_json(path, {'a': 3})
   assert json.loads(path.read_text()) == {'a': 3}
   assert [p.name for p in tmp_path.iterdir()] == ['record.json']
 
@@ -134,7 +134,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path):
 def test_others_may_read_what_a_run_writes(tmp_path: Path):
   plain = tmp_path / 'plain'
   plain.touch()
-  records.write_json(tmp_path / 'record.json', {})
+  files.write_json(tmp_path / 'record.json', {})
   records.Metrics(tmp_path).close()
   modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir() if p.is_file()}
   assert set(modes) == {'plain', 'record.json', records.METRICS} and len(set(modes.values())) == 1

@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from qjax import files
 from qjax.errors import UserError, nearest
 
 Item = TypeVar('Item', bound=Hashable)
@@ -286,14 +286,7 @@ class Sensitivity:
 
   def save(self, path: Path) -> None:
     """JSON, written whole: a reader, or a crash, finds the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f'.{path.name}.new')
-    with open(beside, 'w', encoding='utf-8') as file:
-      json.dump(self.as_dict(), file, indent=2, allow_nan=False)
-      file.write('\n')
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(beside, path)
+    files.write_json(path, self.as_dict())
 
   @classmethod
   def load(cls, path: Path) -> 'Sensitivity':

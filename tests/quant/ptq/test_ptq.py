@@ -14,7 +14,7 @@ from qjax.quant.formats import parse_scheme
 from qjax.quant.ptq.base import LayerData
 from qjax.quant.ptq.gptq import GPTQ
 from qjax.quant.ptq.hqq import HQQ
-from qjax.quant.ptq.lowrank import LowRank
+from qjax.quant.ptq.lowrank import LowRank, _best
 from qjax.quant.qtensor import QTensor, decode, dequantize, encode, quantize, ranges, read_scales
 
 # Projections of two shapes: each is compiled for itself.
@@ -206,6 +206,15 @@ def test_more_rounds_of_a_low_rank_correction_never_hurt(weighted: bool) -> None
   assert errors[0] >= errors[1] * (1 - 1e-5) >= errors[2] * (1 - 1e-4)
   rank_one = np.sum(np.square(np.asarray(w - dequantize(quantize(w, INT4))) * weigh))
   assert errors[0] < rank_one
+
+
+@pytest.mark.parametrize('shape', [(19, 33), (33, 19), (7, 7)])
+def test_the_best_of_a_rank_errs_by_the_singular_values_left_out(shape: tuple[int, int]) -> None:
+  x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+  left_out = np.linalg.svd(x.astype(np.float64), compute_uv=False)[4:]
+  a, b = (np.asarray(part, np.float64) for part in _best(jnp.asarray(x), 4))
+  np.testing.assert_allclose(np.sum((x - a @ b) ** 2), np.sum(left_out**2), rtol=1e-5)
+  np.testing.assert_allclose(np.linalg.norm(a, axis=0), np.linalg.norm(b, axis=1), rtol=1e-4)
 
 
 def test_a_low_rank_correction_of_unseen_inputs_is_finite() -> None:
