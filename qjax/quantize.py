@@ -53,6 +53,8 @@ class Recipe:
     kinds = storage.plan(self.storage, list(parameter_shapes(config)))
     ptq.make(self.method)
     activations.rules(self.activations)
+    paths = [f'layers/{path}' for path in PATHS.values()]
+    trees.match_rules(self.activations, paths, 'activations', is_partial=True)
     calibrate.observer(self.observer)
     return kinds
 

@@ -67,10 +67,16 @@ def _compile(pattern: str, what: str) -> re.Pattern[str]:
     raise UserError(f'{what}: {pattern!r} is not a regular expression: {error}') from None
 
 
-def match_rules(rules: Rules, paths: Sequence[str], what: str) -> dict[str, Any]:
+def match_rules(
+  rules: Rules, paths: Sequence[str], what: str, is_partial: bool = False
+) -> dict[str, Any]:
   """The value of the first matching rule for each path.
 
-  `what` names the rules in errors, for instance 'storage rules'.
+  Args:
+    rules: (regular expression over a whole path, value), in order.
+    paths: to be matched.
+    what: names the rules in errors, for instance 'storage rules'.
+    is_partial: a path may have no rule, and then is left out.
 
   Raises:
     UserError: a rule matches no path at all, is never the first match, or a path has no rule.
@@ -95,7 +101,7 @@ def match_rules(rules: Rules, paths: Sequence[str], what: str) -> dict[str, Any]
     if not first[index]:
       raise UserError(f'{what}: {given!r} is never used: earlier rules take every path that it matches')
   uncovered = [path for path in paths if path not in values]
-  if uncovered:
+  if uncovered and not is_partial:
     raise UserError(
       f'{what}: no rule covers\n  ' + '\n  '.join(uncovered) + "\nAdd a rule, for instance ('.*', …) last"
     )

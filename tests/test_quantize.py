@@ -19,6 +19,8 @@ from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import policy
 from qjax.quant import verify
+from qjax.quant.calibrate import Range
+from qjax.quant.calibration import Calibration
 from qjax.quant.qtensor import dequantize
 from qjax.quant.qtensor import quantize as pack
 from qjax.walk import PATHS, PROJECTIONS, Walk
@@ -106,6 +108,28 @@ def test_static_ranges_are_the_largest_inputs(source: Source, rows: plain.Rows) 
   pair = verification.Pair.of(source, model, policy())
   logits = pair.candidate.logits(next(rows.batches(2)))
   assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_ranges_on_both_sides_become_the_larger_magnitude(source: Source, rows: plain.Rows) -> None:
+  found = [made(source, rows, recipe(activations=STATIC, observer=name)) for name in ('minmax', 'absmax')]
+  jax.tree.map(np.testing.assert_array_equal, *(model.variables['act'] for model in found))
+
+
+def test_saved_ranges_are_taken_as_they_are(source: Source, rows: plain.Rows, tmp_path: Path) -> None:
+  highs = np.arange(1, source.config.num_layers + 1, dtype=np.float32)
+  ranges = {f'layers/{path}': Range(-2 * highs, highs) for path in PATHS.values()}
+  Calibration(ranges, 'absmax', {}, 8, 1, 'a').save(tmp_path / 'calibration.json')
+  saved = Calibration.load(tmp_path / 'calibration.json', 'a')
+  model = quantize.quantize(source.config, source.read, recipe(activations=STATIC, ranges=saved), None)
+  for high in trees.flatten(model['act']).values():
+    np.testing.assert_array_equal(high, 2 * highs)
+  for broken, message in (
+    (dataclasses.replace(saved, bits=4), 'for 4 bits'),
+    (dataclasses.replace(saved, ranges={}), 'no range for layers/attn/q/kernel'),
+    (dataclasses.replace(saved, ranges=dict.fromkeys(ranges, Range(-highs[:1], highs[:1]))), 'for layer 1'),
+  ):
+    with pytest.raises(UserError, match=message):
+      quantize.quantize(source.config, source.read, recipe(activations=STATIC, ranges=broken), None)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +225,9 @@ def test_an_existing_directory_and_a_stranger_are_refused(
     (recipe(scheme='int9'), "'int9' is not a format"),
     (recipe('rtx'), "'rtx' is no quantizer"),
     (recipe(activations=(('.*', 'int8:axis=row'),)), 'activation scheme'),
+    (recipe(activations=(('.*/dawn/kernel', 'int8:axis=token'),)), 'activations: .*/dawn.* matches none'),
+    (recipe(activations=(('.*', 'int8:axis=token'), ('.*/down/kernel', 'none'))), 'is never used'),
+    (recipe('gptq:damp=inf'), 'above 0 and finite'),
     (recipe(observer='absmin'), 'absmin'),
     (quantize.Recipe('rtn', storage.rules('int8', 'int8')), 'is no projection .* and cannot rest as'),
     (quantize.Recipe('rtn', (('layers/attn/x/kernel', 'int8'), ('.*', 'float32'))), 'matches none'),

@@ -117,11 +117,11 @@ def rules(given: Rules) -> Callable[[str], ActivationScheme]:
 def encode(
   x: jax.Array, scheme: ActivationScheme, high: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """Codes int8 [..., K] and their scale float32 [..., 1] (one a token) or [1, …, 1] (one a tensor).
+  """Codes int8 [..., K] and their scale float32 [..., 1], or [1, …, 1] for one that is found for a tensor.
 
   code = round(x · (largest / high)), half to even, and scale = high · (1 / largest), in float32. Zeros give
-  zeros. A `high` below 1e-30 counts as 1e-30. What shares a dynamic scale with a NaN or an infinity is read
-  back as NaN.
+  zeros. A `high` below 1e-30 counts as 1e-30. What shares a dynamic scale with a NaN or an infinity, or under
+  a static one a token with a NaN, is read back as NaN.
 
   Args:
     x: [..., K] of any floating dtype.
@@ -141,7 +141,11 @@ def encode(
   # Products with inverses: XLA would divide for each element again, and by a constant in its own way.
   rounded = jnp.round(x.astype(jnp.float32) * (scheme.largest / top))
   codes = jnp.clip(rounded, -scheme.largest, scheme.largest).astype(jnp.int8)
-  return codes, top * np.float32(1 / scheme.largest)
+  scale = top * np.float32(1 / scheme.largest)
+  if scheme.is_static:
+    has_nan = jnp.isnan(jnp.max(x, axis=-1, keepdims=True, initial=-np.inf))
+    scale = jnp.where(has_nan, np.float32(np.nan), scale)
+  return codes, scale
 
 
 def fake(x: jax.Array, scheme: ActivationScheme, high: jax.Array | None = None) -> jax.Array:

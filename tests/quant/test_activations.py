@@ -26,7 +26,7 @@ def _codes(x, scheme, high=None):
   """The definition, in float32 NumPy."""
   x = np.asarray(x, np.float32)
   if scheme.is_static:
-    top = np.full((1,) * x.ndim, high, np.float32)
+    top = np.full((*x.shape[:-1], 1), high, np.float32)
   else:
     top = np.abs(x).max(-1 if scheme.axis == 'token' else None, keepdims=True)
   top = np.maximum(top, np.float32(1e-30))
@@ -85,6 +85,13 @@ def test_no_rows_are_quantized_to_no_codes():
 def test_what_is_not_finite_shows(bad, dtype):
   x = jnp.asarray(_normal(3, 70), dtype).at[1, 5].set(bad)
   found = np.asarray(jax.jit(activations.fake, static_argnums=1)(x, parse_activations('int8:axis=token')))
+  assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+
+
+def test_a_nan_shows_under_a_static_range_too():
+  x = jnp.asarray(_normal(3, 70)).at[1, 5].set(np.nan)
+  scheme = parse_activations('int8:axis=tensor,static')
+  found = np.asarray(jax.jit(activations.fake, static_argnums=1)(x, scheme, jnp.float32(2)))
   assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
 
 

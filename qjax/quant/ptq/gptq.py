@@ -1,6 +1,7 @@
 """GPTQ (Frantar et al. 2022): inputs are rounded one by one, and those to come make up for the error."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -31,8 +32,8 @@ class GPTQ:
   needs = frozenset({'gram'})
 
   def __post_init__(self) -> None:
-    if not self.damp > 0:
-      raise UserError(f'gptq: damp={self.damp} must be above 0')
+    if not 0 < self.damp < math.inf:
+      raise UserError(f'gptq: damp={self.damp} must be above 0 and finite')
 
   def __call__(
     self, w: jax.Array, scheme: Scheme, gram: jax.Array | None, absmax: jax.Array | None
