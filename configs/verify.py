@@ -11,6 +11,7 @@ def get_config() -> ConfigDict:
   config.name = 'verify'
   config.reference = 'embedded'  # or a .gguf file, or a Hugging Face directory
   config.candidate = 'runs/ptq_int8/model'  # what experiments.quantize wrote
+  config.adapters = ''  # a run of experiments.train: what of its adapters the candidate's bits would keep
   config.compute = 'float32'  # operands of both models' products
 
   config.text = ConfigDict()

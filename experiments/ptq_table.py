@@ -12,7 +12,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,35 +44,52 @@ _WORKDIR = flags.DEFINE_string('workdir', 'runs/ptq_table', 'Where rows and the 
 
 SEQ_LEN, BATCH = 256, 4
 TOKEN, TENSOR, STATIC = 'int8:axis=token', 'int8:axis=tensor', 'int8:axis=tensor,static'
-# name: method, storage of projections, activations, compute dtype.
-ROWS: dict[str, tuple[str, str, str, str]] = {
-  'fp32': ('rtn', 'float32', '', 'float32'),
-  'bf16': ('rtn', 'bfloat16', '', 'bfloat16'),
-  'fp16': ('rtn', 'float16', '', 'float16'),
-  'int8-tensor': ('rtn', 'int8:axis=tensor', '', 'bfloat16'),
-  'int8-channel': ('rtn', 'int8:axis=channel', '', 'bfloat16'),
-  'w8a8-token': ('rtn', 'int8:axis=channel', TOKEN, 'bfloat16'),
-  'w8a8-tensor': ('rtn', 'int8:axis=channel', TENSOR, 'bfloat16'),
-  'w8a8-static': ('rtn', 'int8:axis=channel', STATIC, 'bfloat16'),
-  'w8a8-token-smooth': ('smoothquant+rtn', 'int8:axis=channel', TOKEN, 'bfloat16'),
-  'w8a8-tensor-smooth': ('smoothquant+rtn', 'int8:axis=channel', TENSOR, 'bfloat16'),
-  'w8a8-static-smooth': ('smoothquant+rtn', 'int8:axis=channel', STATIC, 'bfloat16'),
-  'nf4': ('rtn', 'nf4:block=64', '', 'bfloat16'),
-  'int4': ('rtn', 'int4:block=64', '', 'bfloat16'),
-  'fp4': ('rtn', 'fp4:block=64', '', 'bfloat16'),
-  'nf3': ('rtn', 'nf3:block=64', '', 'bfloat16'),
-  'nf2': ('rtn', 'nf2:block=64', '', 'bfloat16'),
-  'int4-channel': ('rtn', 'int4:axis=channel', '', 'bfloat16'),
-  'int4-channel-clip-mse': ('rtn:clip=weight_mse', 'int4:axis=channel', '', 'bfloat16'),
-  'int4-channel-clip-act': ('rtn:clip=activation_weighted', 'int4:axis=channel', '', 'bfloat16'),
-  'int4-channel-clip-out': ('rtn:clip=layer_output', 'int4:axis=channel', '', 'bfloat16'),
-  'int4-awq': ('awq+rtn', 'int4:block=64', '', 'bfloat16'),
-  'int4-gptq': ('gptq:act_order', 'int4:block=64', '', 'bfloat16'),
-  'int4-asym': ('rtn', 'int4:block=64,asym', '', 'bfloat16'),
-  'int4-hqq': ('hqq', 'int4:block=64,asym', '', 'bfloat16'),
-  'w4a8': ('rtn', 'int4:axis=channel', TOKEN, 'bfloat16'),
+
+
+class Row(NamedTuple):
+  """How a row's model is quantized and computes."""
+
+  method: str
+  weights: str
+  activations: str = ''
+  observer: str = 'absmax'
+  compute: str = 'bfloat16'
+
+
+ROWS: dict[str, Row] = {
+  'fp32': Row('rtn', 'float32', compute='float32'),
+  'bf16': Row('rtn', 'bfloat16'),
+  'fp16': Row('rtn', 'float16', compute='float16'),
+  'int8-tensor': Row('rtn', 'int8:axis=tensor'),
+  'int8-channel': Row('rtn', 'int8:axis=channel'),
+  'w8a8-token': Row('rtn', 'int8:axis=channel', TOKEN),
+  'w8a8-tensor': Row('rtn', 'int8:axis=channel', TENSOR),
+  'w8a8-static': Row('rtn', 'int8:axis=channel', STATIC),
+  'w8a8-static-mse': Row('rtn', 'int8:axis=channel', STATIC, observer='mse'),
+  'w8a8-tensor-decomposed': Row('decompose:share=0.01', 'int8:axis=channel', TENSOR),
+  'w8a8-token-smooth': Row('smoothquant+rtn', 'int8:axis=channel', TOKEN),
+  'w8a8-tensor-smooth': Row('smoothquant+rtn', 'int8:axis=channel', TENSOR),
+  'w8a8-static-smooth': Row('smoothquant+rtn', 'int8:axis=channel', STATIC),
+  'nf4': Row('rtn', 'nf4:block=64'),
+  'int4': Row('rtn', 'int4:block=64'),
+  'fp4': Row('rtn', 'fp4:block=64'),
+  'mxfp4': Row('rtn', 'fp4:block=32,scale=e8m0'),
+  'nvfp4': Row('rtn', 'fp4:block=16,scale=e4m3'),
+  'fp8': Row('rtn', 'fp8_e4m3:axis=channel'),
+  'nf3': Row('rtn', 'nf3:block=64'),
+  'nf2': Row('rtn', 'nf2:block=64'),
+  'int4-channel': Row('rtn', 'int4:axis=channel'),
+  'int4-channel-clip-mse': Row('rtn:clip=weight_mse', 'int4:axis=channel'),
+  'int4-channel-clip-act': Row('rtn:clip=activation_weighted', 'int4:axis=channel'),
+  'int4-channel-clip-out': Row('rtn:clip=layer_output', 'int4:axis=channel'),
+  'int4-awq': Row('awq+rtn', 'int4:block=64'),
+  'int4-gptq': Row('gptq:act_order', 'int4:block=64'),
+  'int4-loftq': Row('loftq:rank=16', 'int4:block=64'),
+  'int4-asym': Row('rtn', 'int4:block=64,asym'),
+  'int4-hqq': Row('hqq', 'int4:block=64,asym'),
+  'w4a8': Row('rtn', 'int4:axis=channel', TOKEN),
 }
-MIXED = 'mixed'
+MIXED, REFERENCE = 'mixed', 'fp32'
 COLUMNS = {
   'row': 'row',
   'method': 'method',
@@ -93,7 +110,7 @@ def main(argv: list[str]) -> int:
   rules_of: dict[str, tuple[tuple[str, str], ...]] = {}
   if _SENSITIVITY.value is not None:
     default, rules_of[MIXED] = _allocation(Path(_SENSITIVITY.value))
-    recipes[MIXED] = ('rtn', default, '', 'bfloat16')
+    recipes[MIXED] = Row('rtn', default)
   wanted = _ONLY.value or list(recipes)
   for name in wanted:
     if name not in recipes:
@@ -184,23 +201,26 @@ def _measure(
 
 def _row(
   name: str,
-  recipe: tuple[str, str, str, str],
+  recipe: Row,
   first: tuple[tuple[str, str], ...],
   source: Source,
   calibration: plain.Rows,
   held_out: plain.Rows,
   reference: dict[str, np.ndarray],
 ) -> dict[str, Any]:
-  method, projections, activations, compute = recipe
-  acts = (('.*', activations),) if activations else ()
-  embeddings = compute if projections in ('float32', 'bfloat16', 'float16') else 'bfloat16'
+  acts = (('.*', recipe.activations),) if recipe.activations else ()
+  embeddings = recipe.compute if recipe.weights in ('float32', 'bfloat16', 'float16') else 'bfloat16'
   start = time.monotonic()
-  full = quantize.Recipe(method, storage.rules(projections, embeddings, first), acts)
+  stored = storage.rules(recipe.weights, embeddings, first)
+  full = quantize.Recipe(recipe.method, stored, acts, recipe.observer)
   with Bar(f'{name}: quantizing', source.config.num_layers) as bar:
     variables = quantize.quantize(source.config, source.read, full, calibration, bar.advance)
   seconds = time.monotonic() - start
-  numerics = Numerics(policy(compute=compute), activations=acts)
-  nll, word = _measure(source, variables, numerics, held_out, name)
+  if name == REFERENCE:
+    nll, word = reference['nll'], reference['word']
+  else:
+    numerics = Numerics(policy(compute=recipe.compute), activations=acts)
+    nll, word = _measure(source, variables, numerics, held_out, name)
   weights = trees.flatten(variables['params'], native.is_weight)
   kernels = [leaf for path, leaf in weights.items() if path.endswith('kernel')]
   owners = np.repeat(np.arange(len(held_out)), held_out.weights.sum(axis=1).astype(int))
@@ -208,9 +228,9 @@ def _row(
   sums, counts = np.bincount(owners, gap), np.bincount(owners)
   row = {
     'row': name,
-    'method': method,
-    'weights': 'mixed' if first else projections,
-    'activations': activations or compute,
+    'method': recipe.method,
+    'weights': MIXED if name == MIXED else recipe.weights,
+    'activations': recipe.activations or recipe.compute,
     'bits': round(8 * sum(map(trees.nbytes, kernels)) / sum(leaf.size for leaf in kernels), 3),
     'difference': round(float(gap.mean()), 4),
     'error': round(clustered_error(sums, counts), 4),

@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
   candidate = native.load(Path(fields.candidate))
   workdir = Path(_WORKDIR.value or Path(fields.candidate).parent / 'verify')
   prompts = plain.prompts(fields.prompts.path, fields.prompts.count)
+  lora = build.adapters_of(Path(fields.adapters), run.reference) if fields.adapters else None
 
   with stage('reading the reference'):
     pair = verification.Pair.of(run.reference, candidate, run.policy)
@@ -56,9 +57,10 @@ def main(argv: list[str]) -> int:
   with stage('saving and loading again'):
     is_same = _reloads(candidate, pair, batches[0])
 
-  verdict = verify.verdict(
-    fields.thresholds, comparison, weights, outputs, answers, required=('comparison', 'weights', 'outputs')
-  )
+  survival = None if lora is None else pair.adapter_survival(lora)
+
+  required = ('comparison', 'weights', 'outputs', *(['survival'] if survival is not None else []))
+  verdict = verify.verdict(fields.thresholds, comparison, weights, outputs, answers, survival, required)
   if not is_same:
     message = 'reloading: the candidate, saved and loaded again, gives other logits'
     verdict = verify.Verdict(False, (*verdict.failures, message), verdict.checks)
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
     'candidate': trees.nbytes(candidate.variables),
   }
   record = verify.record(
-    verdict, comparison, weights, outputs, answers,
+    verdict, comparison, weights, outputs, answers, survival,
     reference=run.reference.name, candidate=str(fields.candidate), origin=dict(candidate.origin),
     text=fields.text.path, compute=fields.compute, bytes=sizes, reload_is_identical=is_same,
     environment=records.environment(),

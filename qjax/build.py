@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from qjax import adapters, checkpoint, optim, precision, quantize, records, sharding, storage, train
 from qjax import method as methods
-from qjax import optim, precision, quantize, sharding, storage, train
 from qjax.adapters import LoraSpec
 from qjax.data import pipeline, plain
 from qjax.data.tokenizer import Tokenizer
@@ -378,6 +379,7 @@ class VerifyFields:
   name: str
   reference: str
   candidate: str
+  adapters: str
   compute: str
   text: TextFields
   prompts: PromptFields
@@ -422,6 +424,30 @@ def quantization(config: ConfigDict) -> Quantization:
   recipe.check(source.config)
   rows = _text(fields.calibration, source.require_tokenizer(), 'calibration', 'config.calibration')
   return Quantization(fields, source, recipe, rows)
+
+
+def adapters_of(workdir: Path, source: Source) -> Any:
+  """The best adapters of a run of experiments.train, as the collection 'lora'.
+
+  Raises:
+    UserError: there is no such run, it trained no adapters, or on another model.
+  """
+  record = records.read_record(workdir)
+  if record is None:
+    raise UserError(f'{workdir} holds no {records.RECORD}: it is no working directory of a run')
+  meaning = record['meaning']
+  if meaning['model']['fingerprint'] != source.fingerprint:
+    raise UserError(f'{workdir} trained another model than {source.name}')
+  lora, precise = meaning['config']['lora'], meaning['config']['precision']
+  if lora is None:
+    raise UserError(f'{workdir} trained no adapters, but by the method {meaning["config"]["method"]!r}')
+  dtype = jnp.dtype(precise['param'])
+  like = adapters.init(LoraSpec(**lora), parameter_shapes(source.config), jax.random.key(0), dtype)
+  saved = checkpoint.Checkpoints(workdir / 'checkpoints', meaning)
+  try:
+    return saved.best({'lora': like})['lora']
+  finally:
+    saved.close()
 
 
 @dataclasses.dataclass(frozen=True)

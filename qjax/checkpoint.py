@@ -157,6 +157,22 @@ class Checkpoints:
       )
     return None
 
+  def best(self, trainable: Tree) -> Tree:
+    """What moved, at the step with the best score, or the newest if none has one, in the structure given.
+
+    Raises:
+      UserError: there is no step, or it holds something else.
+    """
+    if not self.steps:
+      raise UserError(f'{self.directory} has no checkpoint')
+    step = min(self._nlls, key=self._nlls.__getitem__, default=self.steps[-1])
+    try:
+      return self._tree(step, 'trainable', trainable)
+    except UserError:
+      raise
+    except Exception as error:
+      self._pass_over(step, error, is_asked_for=True)
+
   def forget_after(self, step: int) -> None:
     """Removes later steps, which a run that goes on from `step` will write anew."""
     for later in [s for s in self.steps if s > step]:

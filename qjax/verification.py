@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qjax import generate, trees
+from qjax.adapters import is_adapter
 from qjax.data.templates import prompt_ids
 from qjax.data.tokenizer import Tokenizer
 from qjax.errors import UserError
@@ -21,7 +22,8 @@ from qjax.models.transformer import Transformer
 from qjax.ops import Numerics, dot
 from qjax.precision import Policy
 from qjax.quant import verify
-from qjax.quant.qtensor import QTensor, dequantize
+from qjax.quant.activations import Decomposed
+from qjax.quant.qtensor import QTensor, dequantize, quantize
 from qjax.walk import PATHS, PROJECTIONS, SHARED_INPUTS, Walk
 
 Tree = Any
@@ -118,6 +120,22 @@ class Pair:
         found.append(_products(walk, layer))
         walk.apply(layer)
       yield [(f'layers/{PATHS[name]}', found[0][name], found[1][name]) for name in PROJECTIONS]
+
+  def adapter_survival(self, lora: Tree) -> dict[str, np.ndarray]:
+    """What is left of adapters of the reference, by path and layer, once they are merged and the sum is
+    rounded to nearest in the candidate's schemes. Projections that the candidate keeps plain lose nothing.
+    """
+    old = trees.flatten(self.reference.variables['params'])
+    new = trees.flatten(self.candidate.variables['params'], native.is_weight)
+    found: dict[str, np.ndarray] = {}
+    for path, adapter in trees.flatten(lora, is_adapter).items():
+      packed = new[path].rest if isinstance(new[path], Decomposed) else new[path]
+      delta = adapter.delta()
+      merged = old[path] + delta
+      if isinstance(packed, QTensor):
+        merged = quantize(merged, packed.scheme)
+      found |= verify.adapter_survival({path: old[path]}, {path: delta}, {path: merged})
+    return found
 
   def answers(
     self, prompts: Sequence[str], tokenizer: Tokenizer, new_tokens: int, progress: Callable[[int], None]

@@ -65,6 +65,20 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path):
   assert_same(found.state, state(5))
 
 
+@pytest.mark.parametrize(('scores', 'best'), [([3.0, 1.0, 2.0], 2), ([None, None], 2)])
+def test_the_best_step_is_read_without_its_state(tmp_path: Path, scores: list[float | None], best: int):
+  save(tmp_path, *((step + 1, nll) for step, nll in enumerate(scores)))
+  saved = Checkpoints(tmp_path, MEANING)
+  assert_same(saved.best(tree(0)), tree(best))
+  with pytest.raises(UserError, match='does not fit'):
+    saved.best({'lora': tree(0)['lora']})
+  saved.close()
+  empty = Checkpoints(tmp_path / 'new', MEANING)
+  with pytest.raises(UserError, match='has no checkpoint'):
+    empty.best(tree(0))
+  empty.close()
+
+
 def test_nothing_saved_is_nothing_restored(tmp_path: Path):
   assert restore(tmp_path / 'new') is None
 

@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 from qjax import quantize, storage, trees, verification
+from qjax.adapters import Adapter
 from qjax.data import plain
 from qjax.errors import UserError
 from qjax.io import native
@@ -21,7 +22,7 @@ from qjax.precision import policy
 from qjax.quant import verify
 from qjax.quant.calibrate import Range
 from qjax.quant.calibration import Calibration
-from qjax.quant.qtensor import dequantize
+from qjax.quant.qtensor import QTensor, dequantize
 from qjax.quant.qtensor import quantize as pack
 from qjax.walk import PATHS, PROJECTIONS, Walk
 from tests import small
@@ -284,6 +285,28 @@ def test_int8_passes_and_one_damaged_channel_is_named(source: Source, rows: plai
   verdict = judged(source, dataclasses.replace(model, variables={'params': trees.nest(params)}), rows)
   assert not verdict.passed
   assert any('layers/mlp/down/kernel layer 1 channel 17' in failure for failure in verdict.failures)
+
+
+@pytest.mark.parametrize(('scheme', 'size', 'least', 'most'), [
+  ('int8:axis=channel', 0.1, 0.98, 1.02),
+  ('int2:block=32', 1e-3, -0.2, 0.3),
+  ('float32', 1e-3, 1 - 1e-4, 1 + 1e-4),
+])  # fmt: skip
+def test_what_survives_of_an_adapter_is_what_the_steps_can_hold(
+  scheme: str, size: float, least: float, most: float, source: Source, rows: plain.Rows
+) -> None:
+  # The reference lies on the candidate's grid, as a model does that was quantized before.
+  pair = verification.Pair.of(source, made(source, rows, recipe(scheme=scheme)), policy())
+  held = {path: dequantize(leaf) if isinstance(leaf, QTensor) else leaf for path, leaf in trees.flatten(
+    pair.candidate.variables['params'], native.is_weight).items()}  # fmt: skip
+  pair = dataclasses.replace(pair, reference=pair.reference.with_variables({'params': trees.nest(held)}))
+  k, n = held['layers/mlp/up/kernel'].shape[-2:]
+  layers = source.config.num_layers
+  a, b = (jax.random.normal(jax.random.key(i), (layers, 4, m)) for i, m in enumerate((k, n)))
+  lora = trees.nest({'layers/mlp/up/kernel': Adapter(a * size, b * size, 1.0)})
+  (shares,) = pair.adapter_survival(lora).values()
+  assert shares.shape == (source.config.num_layers,)
+  assert (shares > least).all() and (shares < most).all(), shares
 
 
 def test_two_bits_fail_on_the_loss(source: Source, rows: plain.Rows) -> None:
