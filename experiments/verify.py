@@ -25,7 +25,7 @@ from qjax import build, files, records, report, trees, verification
 from qjax.data import plain
 from qjax.io import native
 from qjax.progress import Bar, stage
-from qjax.quant import verify
+from qjax.quant import verdict, verify
 from qjax.records import human_bytes
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Lab note to run, for instance configs/verify.py.')
@@ -60,16 +60,16 @@ def main(argv: list[str]) -> int:
   survival = None if lora is None else pair.adapter_survival(lora)
 
   required = ('comparison', 'weights', 'outputs', *(['survival'] if survival is not None else []))
-  verdict = verify.verdict(fields.thresholds, comparison, weights, outputs, answers, survival, required)
+  judged = verdict.judge(fields.thresholds, comparison, weights, outputs, answers, survival, required)
   if not is_same:
     message = 'reloading: the candidate, saved and loaded again, gives other logits'
-    verdict = verify.Verdict(False, (*verdict.failures, message), verdict.checks)
+    judged = verdict.Verdict(False, (*judged.failures, message), judged.checks)
   sizes = {
     'reference': 4 * run.reference.config.num_parameters,
     'candidate': trees.nbytes(candidate.variables),
   }
-  record = verify.record(
-    verdict, comparison, weights, outputs, answers, survival,
+  record = verdict.record(
+    judged, comparison, weights, outputs, answers, survival,
     reference=run.reference.name, candidate=str(fields.candidate), origin=dict(candidate.origin),
     text=fields.text.path, compute=fields.compute, bytes=sizes, reload_is_identical=is_same,
     environment=records.environment(),
@@ -83,12 +83,12 @@ def main(argv: list[str]) -> int:
     f'{comparison.top1:.4f}; same answer {answers.exact:.2f} of {answers.count}\n'
     f'bytes {human_bytes(sizes["reference"])} in float32 -> {human_bytes(sizes["candidate"])}'
   )
-  for check in verdict.checks:
+  for check in judged.checks:
     value = '-' if check.value is None else f'{check.value:.4g}'
     print(f'  {check.status:<12} {check.name:<24} {value:>10}  {check.limit:<16} {check.where}')
   print(f'report: {workdir / "report.html"}')
-  if not verdict.passed:
-    print('FAILED: it should not replace the original', *verdict.failures, sep='\n  ')
+  if not judged.passed:
+    print('FAILED: it should not replace the original', *judged.failures, sep='\n  ')
     return 1
   print('PASSED: it may replace the original')
   return 0

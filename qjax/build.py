@@ -31,7 +31,7 @@ from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import Policy
 from qjax.quant.calibration import Calibration
-from qjax.quant.verify import Thresholds
+from qjax.quant.verdict import Thresholds
 
 T = TypeVar('T')
 

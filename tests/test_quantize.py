@@ -19,7 +19,7 @@ from qjax.io.source import Source, load_source
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import policy
-from qjax.quant import verify
+from qjax.quant import verdict, verify
 from qjax.quant.calibrate import Range
 from qjax.quant.calibration import Calibration
 from qjax.quant.qtensor import QTensor, dequantize
@@ -265,12 +265,12 @@ def test_a_weight_beyond_float16_is_refused_by_path(source: Source, rows: plain.
 # ---- the verdict -------------------------------------------------------------------------------------------
 
 
-def judged(source: Source, model: native.QuantizedModel, rows: plain.Rows) -> verify.Verdict:
+def judged(source: Source, model: native.QuantizedModel, rows: plain.Rows) -> verdict.Verdict:
   pair = verification.Pair.of(source, model, policy())
   batches = list(rows.batches(4))
   comparison = verify.compare(pair.reference.logits, pair.candidate.logits, batches)
-  return verify.verdict(
-    verify.Thresholds(), comparison, list(pair.weight_errors()), list(pair.output_errors(batches[:1])),
+  return verdict.judge(
+    verdict.Thresholds(), comparison, list(pair.weight_errors()), list(pair.output_errors(batches[:1])),
     required=('comparison', 'weights', 'outputs'),
   )  # fmt: skip
 
@@ -282,9 +282,9 @@ def test_int8_passes_and_one_damaged_channel_is_named(source: Source, rows: plai
   scale = down.scale.at[1, 0, 17].multiply(1.5)
   params = trees.flatten(model.variables['params'], native.is_weight)
   params['layers/mlp/down/kernel'] = dataclasses.replace(down, scale=scale)
-  verdict = judged(source, dataclasses.replace(model, variables={'params': trees.nest(params)}), rows)
-  assert not verdict.passed
-  assert any('layers/mlp/down/kernel layer 1 channel 17' in failure for failure in verdict.failures)
+  found = judged(source, dataclasses.replace(model, variables={'params': trees.nest(params)}), rows)
+  assert not found.passed
+  assert any('layers/mlp/down/kernel layer 1 channel 17' in failure for failure in found.failures)
 
 
 @pytest.mark.parametrize(('scheme', 'size', 'least', 'most'), [
@@ -310,8 +310,8 @@ def test_what_survives_of_an_adapter_is_what_the_steps_can_hold(
 
 
 def test_two_bits_fail_on_the_loss(source: Source, rows: plain.Rows) -> None:
-  verdict = judged(source, made(source, rows, recipe(scheme='nf2:block=64')), rows)
-  assert {check.name for check in verdict.checks if check.status == 'failed'} >= {'kl_mean', 'top1'}
+  found = judged(source, made(source, rows, recipe(scheme='nf2:block=64')), rows)
+  assert {check.name for check in found.checks if check.status == 'failed'} >= {'kl_mean', 'top1'}
 
 
 def test_equal_models_differ_in_nothing_and_answer_alike(source: Source, rows: plain.Rows) -> None:

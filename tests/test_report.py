@@ -11,8 +11,9 @@ import pytest
 
 from qjax import report
 from qjax.errors import UserError
-from qjax.quant import verify
-from qjax.quant.verify import MatrixError, Thresholds
+from qjax.quant import verdict, verify
+from qjax.quant.verdict import Thresholds, judge
+from qjax.quant.verify import MatrixError
 
 ATTACK = '<script>alert(1)</script> & "x" | `y`\n# heading'
 
@@ -58,8 +59,8 @@ def _record(tokens=4000, broken=False):
   )
   weights, outputs = _matrices(), _matrices(level=30.0)
   answers = verify.answers(['yes', ATTACK], ['yes', 'no'], ['really?', ATTACK])
-  result = verify.verdict(Thresholds(), comparison, weights, outputs, answers)
-  return verify.record(
+  result = judge(Thresholds(), comparison, weights, outputs, answers)
+  return verdict.record(
     result, comparison, weights, outputs, answers, {'mlp/down': np.array([0.9, 0.5])}, model=f'tiny {ATTACK}'
   )
 
@@ -159,12 +160,12 @@ def test_numbers_that_are_none_are_dashes(tmp_path):
 
 
 def test_a_report_without_evidence_still_says_so(tmp_path):
-  record = verify.record(verify.verdict(Thresholds()))
+  record = verdict.record(judge(Thresholds()))
   report.write_verification(record, tmp_path)
   assert 'required, but not measured' in (tmp_path / 'report.md').read_text()
   assert not list(tmp_path.glob('*.png'))
   kept = {'mlp/down': np.ones(2)}
-  good = verify.record(verify.verdict(Thresholds(), survival=kept, required=()), survival=kept)
+  good = verdict.record(judge(Thresholds(), survival=kept, required=()), survival=kept)
   assert report.verification_markdown(good).startswith('# The candidate may replace the reference\n')
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from qjax import trees
 from qjax.errors import UserError
-from qjax.quant import verify
+from qjax.quant import verdict, verify
 from qjax.quant.qtensor import QTensor, dequantize, quantize
-from qjax.quant.verify import Thresholds, compare, verdict, weight_sqnr
+from qjax.quant.verdict import Thresholds, judge
+from qjax.quant.verify import compare, weight_sqnr
 
 VOCAB = 37
 
@@ -160,7 +161,7 @@ def test_interval_covers_the_truth_at_its_rate():
 def test_same_model_differs_in_nothing():
   found = compare(_model(), _model(), _batches())
   assert (found.kl_max, found.nll_difference, found.nll_error, found.top1) == (0, 0, 0, 1)
-  assert verdict(Thresholds(), found).passed
+  assert judge(Thresholds(), found).passed
 
 
 def test_kept_tokens_are_bounded_and_sums_cover_all():
@@ -188,7 +189,7 @@ def test_nan_is_placed_and_fails():
   last = [batch['tokens'][0, 0] for batch in _batches()][-1]
   found = compare(_model(), broken, _batches())
   ((row, position),) = places
-  result = verdict(Thresholds(), found)
+  result = judge(Thresholds(), found)
   assert not result.passed
   assert (
     f'not finite: nll_candidate: nan at batch 2, row {row}, position {position}, 1 tokens in all'
@@ -267,7 +268,7 @@ def test_sound_weights_pass(scheme):
   """Hard channels are no alarm: a large weight costs its channel 15 dB in every integer scheme."""
   params = _params()
   errors = list(weight_sqnr(params, _quantized(params, scheme)))
-  result = verdict(Thresholds(), weights=errors, required=('weights',))
+  result = judge(Thresholds(), weights=errors, required=('weights',))
   assert result.passed, result.failures
   if scheme == 'int8:axis=channel':
     down = [error for error in errors if error.path == 'layers/mlp/down/kernel']
@@ -291,7 +292,7 @@ def test_one_planted_channel_is_named(factor):
   for channel in (17, smallest):
     down['kernel'] = _damage(quantize(params['layers']['mlp']['down']['kernel'], 'int8'), 3, channel, factor)
     errors = list(weight_sqnr(params, candidate))
-    result = verdict(Thresholds(weight_matrix_drop_db=100.0), weights=errors, required=())
+    result = judge(Thresholds(weight_matrix_drop_db=100.0), weights=errors, required=())
     assert not result.passed
     assert len(result.failures) == 1
     assert f'at layers/mlp/down/kernel layer 3 channel {channel}:' in result.failures[0]
@@ -322,8 +323,8 @@ def test_planted_channel_hides_from_token_means():
   found = compare(
     model(params['down']['kernel']), model(dequantize(bad['down']['kernel'])), _batches(6, 4, 40)
   )
-  assert verdict(Thresholds(), found).passed
-  result = verdict(Thresholds(), found, weight_sqnr(params, bad))
+  assert judge(Thresholds(), found).passed
+  result = judge(Thresholds(), found, weight_sqnr(params, bad))
   assert any('down/kernel layer 3 channel 17:' in line for line in result.failures)
   assert not any(line.startswith(('kl', 'nll', 'top1')) for line in result.failures)
 
@@ -334,7 +335,7 @@ def test_a_damaged_vector_and_a_damaged_layer_are_named():
   candidate['layers']['norm']['scale'] = candidate['layers']['norm']['scale'].at[2].multiply(1.5)
   up = candidate['layers']['mlp']['up']
   up['kernel'] = dataclasses.replace(up['kernel'], scale=up['kernel'].scale.at[1].multiply(2))
-  failures = verdict(Thresholds(), weights=weight_sqnr(params, candidate), required=()).failures
+  failures = judge(Thresholds(), weights=weight_sqnr(params, candidate), required=()).failures
   assert [line.split(':')[0] for line in failures] == [
     'weight_matrix_drop_db at layers/mlp/up/kernel layer 1',
     'weight_matrix_drop_db at layers/norm/scale layer 2',
@@ -347,7 +348,7 @@ def test_nan_weight_is_named():
   down = candidate['layers']['mlp']['down']
   down['kernel'] = _damage(down['kernel'], 4, 39, np.nan)
   errors = list(weight_sqnr(params, candidate))
-  failures = verdict(Thresholds(), weights=errors, required=()).failures
+  failures = judge(Thresholds(), weights=errors, required=()).failures
   assert any('layers/mlp/down/kernel layer 4 channel 39: nan' in line for line in failures)
   assert [e.worst_channel for e in errors if (e.path, e.layer) == ('layers/mlp/down/kernel', 4)] == [39]
 
@@ -379,7 +380,7 @@ def test_output_sqnr_names_a_planted_channel():
     np.testing.assert_allclose(
       error.channel_sqnr, 10 * np.log10(np.sum(y.astype(np.float64) ** 2, 0) / noise), atol=1e-3
     )
-  result = verdict(Thresholds(), outputs=errors, required=())
+  result = judge(Thresholds(), outputs=errors, required=())
   assert [line.split(':')[0] for line in result.failures] == [
     'output_channel_drop_db at mlp/down layer 1 channel 17'
   ]
@@ -411,30 +412,30 @@ def test_requantizing_a_merged_adapter_loses_most_of_it(ratio, share):
     delta.astype(np.float64) ** 2, (1, 2)
   )
   np.testing.assert_allclose(found, slow, rtol=1e-3)
-  result = verdict(Thresholds(), survival={'down': found}, required=('survival',))
+  result = judge(Thresholds(), survival={'down': found}, required=('survival',))
   assert not result.passed and 'adapter_survival at down layer 0' in result.failures[0]
   kept = verify.adapter_survival({'down': base}, {'down': delta}, {'down': base + delta})
   np.testing.assert_allclose(kept['down'], 1, atol=1e-3)
-  assert verdict(Thresholds(), survival=kept, required=('survival',)).passed
+  assert judge(Thresholds(), survival=kept, required=('survival',)).passed
 
 
 def test_nothing_measured_is_never_passed():
-  empty = verdict(Thresholds())
+  empty = judge(Thresholds())
   assert not empty.passed and empty.failures == ('comparison: required, but not measured',)
   assert {check.status for check in empty.checks} == {'not measured'}
-  assert verdict(Thresholds(), required=()).failures == ('nothing was measured',)
+  assert judge(Thresholds(), required=()).failures == ('nothing was measured',)
   found = compare(_model(), _model(), _batches())
-  partial = verdict(Thresholds(), found, weights=[], answers=verify.answers([], [], []))
+  partial = judge(Thresholds(), found, weights=[], answers=verify.answers([], [], []))
   assert partial.passed
   status = {check.name: check.status for check in partial.checks}
   assert status['kl_mean'] == 'passed'
   assert (
     status['weight_channel_drop_db'] == status['exact_match'] == status['adapter_survival'] == 'not measured'
   )
-  strict = verdict(Thresholds(), found, weights=[], required=('comparison', 'weights'))
+  strict = judge(Thresholds(), found, weights=[], required=('comparison', 'weights'))
   assert strict.failures == ('weights: required, but not measured',)
   with pytest.raises(UserError, match="did you mean 'weights'"):
-    verdict(Thresholds(), required=('weight',))
+    judge(Thresholds(), required=('weight',))
 
 
 @pytest.mark.parametrize(
@@ -450,19 +451,19 @@ def test_each_limit_of_the_comparison_bites(name, change):
   good = dataclasses.replace(
     compare(_model(), _model(), _batches()), nll_interval=(-0.01, 0.01), kl_mean=0.02, kl_p99=0.2, top1=0.97
   )
-  assert verdict(Thresholds(), good).passed
-  result = verdict(Thresholds(), dataclasses.replace(good, **change))
+  assert judge(Thresholds(), good).passed
+  result = judge(Thresholds(), dataclasses.replace(good, **change))
   assert [line.split(':')[0] for line in result.failures] == [name]
   assert [check.name for check in result.checks if check.status == 'failed'] == [name]
   broken = {field: (math.nan, math.nan) if field == 'nll_interval' else math.nan for field in change}
-  assert not verdict(Thresholds(), dataclasses.replace(good, **broken)).passed
+  assert not judge(Thresholds(), dataclasses.replace(good, **broken)).passed
 
 
 def test_answers_and_outputs_have_limits():
-  result = verdict(Thresholds(exact_match=0.8), answers=verify.answers('abcd', 'abcX', 'pqrs'), required=())
+  result = judge(Thresholds(exact_match=0.8), answers=verify.answers('abcd', 'abcX', 'pqrs'), required=())
   assert result.failures == ('exact_match: 0.75 of 4 answers; limit: at least 0.8',)
   y = _random(20, 8)
-  result = verdict(
+  result = judge(
     Thresholds(), outputs=verify.output_sqnr([[('mlp', y, y + _random(20, 8, seed=1))]]), required=()
   )
   assert [line.split(':')[0] for line in result.failures] == ['output_sqnr_db at mlp layer 0']
@@ -471,7 +472,7 @@ def test_answers_and_outputs_have_limits():
 def test_one_document_gives_no_interval():
   batch = next(_batches(1, 1))
   batch['segments'] = np.ones_like(batch['segments'])
-  result = verdict(Thresholds(), compare(_model(), _model(0.001), [batch]))
+  result = judge(Thresholds(), compare(_model(), _model(0.001), [batch]))
   assert [line.split(':')[0] for line in result.failures] == ['nll_difference']
   assert 'inf' in result.failures[0]
 
@@ -479,8 +480,8 @@ def test_one_document_gives_no_interval():
 def test_long_lists_are_cut_and_counted():
   y = _random(20, 8)
   bad = [[('mlp', y, y + _random(20, 8, seed=1))]] * 25
-  failures = verdict(Thresholds(), outputs=verify.output_sqnr(bad), required=()).failures
-  assert len(failures) == verify.NAMED + 1
+  failures = judge(Thresholds(), outputs=verify.output_sqnr(bad), required=()).failures
+  assert len(failures) == verdict.NAMED + 1
   assert failures[-1] == 'output_sqnr_db: 5 more places fail'
 
 
@@ -493,8 +494,8 @@ def test_record_is_plain():
   params = _params()
   weights = list(weight_sqnr(params, _quantized(params, 'int8')))
   found = compare(_model(), _model(0.3), _batches())
-  record = verify.record(
-    verdict(Thresholds(), found, weights),
+  record = verdict.record(
+    judge(Thresholds(), found, weights),
     found,
     weights,
     survival={'a': np.ones(2, np.float32)},
