@@ -145,6 +145,7 @@ def test_saved_ranges_are_taken_as_they_are(source: Source, rows: plain.Rows, tm
     ('decompose:share=0.05', 'int8:axis=channel', ()),
     ('loftq:rank=4,rounds=2', 'nf3:block=32', ()),
     ('rtn', 'int8:axis=channel', STATIC),
+    ('gptq', 'fp4:block=16,scale=e4m3', ()),
   ],
 )
 def test_saved_and_loaded_logits_are_bit_identical(

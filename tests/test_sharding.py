@@ -194,6 +194,8 @@ def test_constrain_lays_out_what_divides_and_changes_no_value(mesh):
     ('q', None, 'float32'),
     ('o', None, 'bfloat16'),
     ('q', 'nf4:block=4,dq', 'bfloat16'),
+    ('q', 'fp4:block=4,scale=e4m3', 'bfloat16'),
+    ('o', 'int8:tile=4x2', 'bfloat16'),
     ('o', 'int4:block=6,asym', 'float32'),  # packed rows and blocks are cut in two
     ('down', 'int8:axis=channel', 'float16'),
   ],

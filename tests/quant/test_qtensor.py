@@ -388,7 +388,15 @@ def test_codes_are_chosen_for_the_scale_that_is_stored(scheme):
 
 
 @pytest.mark.parametrize(
-  'scheme', ['nf4:block=5,dq', 'int4:block=4,asym', 'int8:axis=tensor,asym', 'bfloat16']
+  'scheme',
+  [
+    'nf4:block=5,dq',
+    'int4:block=4,asym',
+    'int8:axis=tensor,asym',
+    'bfloat16',
+    'nf4:tile=5x3,scale=e4m3',
+    'fp4:block=4,scale=e8m0',
+  ],
 )
 def test_a_stack_is_its_layers(scheme):
   w = _weight(3, 13, 5)
