@@ -470,6 +470,7 @@ INTEGERS = [
   'int8:axis=tensor',
   'int4:block=5',
   'int8:block=4,dq',
+  'int8:tile=7x3',
   'int3:block=7',
   'int2:axis=channel',
 ]
