@@ -175,8 +175,9 @@ def judge(
       if name not in findings:
         checks.append(Check(name, None, limit, 'not measured'))
         continue
-      bad = [finding for finding in findings[name] if not finding.is_good]
-      worst = _worst(bad or findings[name], lowest=name in AT_LEAST)
+      found = _worst_first(findings[name], lowest=name in AT_LEAST)
+      bad = [finding for finding in found if not finding.is_good]
+      worst = (bad or found)[0]
       checks.append(Check(name, worst.value, limit, 'failed' if bad else 'passed', worst.where))
       for finding in bad[:NAMED]:
         if name == 'finite':
@@ -197,12 +198,10 @@ def _limit(name: str, thresholds: Thresholds) -> str:
   return f'at {"least" if name in AT_LEAST else "most"} {_number(getattr(thresholds, name))}'
 
 
-def _worst(found: Sequence[_Finding], lowest: bool) -> _Finding:
-  """The first NaN, else the lowest or highest value."""
-  for finding in found:
-    if math.isnan(finding.value):
-      return finding
-  return (min if lowest else max)(found, key=lambda finding: finding.value)
+def _worst_first(found: Sequence[_Finding], lowest: bool) -> list[_Finding]:
+  """NaN first, then from the lowest or the highest value on; equals stay in order."""
+  sign = 1 if lowest else -1
+  return sorted(found, key=lambda f: (not math.isnan(f.value), sign * f.value))
 
 
 def _channels(
