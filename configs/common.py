@@ -72,7 +72,40 @@ def add_lora(config: ConfigDict) -> None:
   config.lora.scale_rule = 'standard'  # standard: alpha/r | rslora: alpha/sqrt(r)
   config.lora.dropout = 0.0
   config.lora.targets = '.*/(q|k|v|o|gate|up|down)/kernel'  # regular expression over whole parameter paths
+  add_storage(config)
+
+
+def add_storage(config: ConfigDict) -> None:
+  """How weights rest that are not trained."""
   config.storage = ConfigDict()
   config.storage.projections = 'bfloat16'  # a dtype, or a scheme such as nf4:block=64,dq
   config.storage.embeddings = 'bfloat16'
   config.storage.rules = ()  # ((pattern, dtype or scheme), …) that go first
+
+
+def add_qat(config: ConfigDict) -> None:
+  """Weights and inputs of projections trained through their quantizers."""
+  config.qat = ConfigDict()
+  config.qat.weights = 'int4:axis=channel'  # a scheme | none
+  config.qat.rules = ()  # ((pattern over projections, scheme or none), …) that go first
+  config.qat.activations = ()  # ((pattern over projections, scheme), …), such as (('.*', 'int8:axis=token'),)
+  config.qat.weight_gradient = 'ste'  # ste | lsq | pact: straight through; ranges learn, in one of two ways
+  # Of static activation schemes: ste | lsq | pact | average (ranges follow a moving average of what is seen).
+  config.qat.activation_gradient = 'ste'
+  config.qat.momentum = 0.9  # of that average
+  config.qat.start_step = 0  # steps before nothing is quantized
+  config.qat.freeze_step = 0  # the step from which ranges stay as they are; 0 is never
+  config.qat.observer = 'absmax'  # where ranges of static activation schemes start
+  config.qat.calibration_batches = 1  # of training data, for that
+  config.qat.ranges = ''  # or calibration.json of experiments.calibrate
+  config.qat.backward = ConfigDict()  # products of gradients
+  config.qat.backward.dx = 'compute'  # of inputs: compute | int8 (needs weights in int8:axis=channel)
+  config.qat.backward.dw = 'compute'  # of weights: compute | int8 (needs activations too)
+  config.qat.backward.rounding = 'stochastic'  # of gradients to integers: stochastic | nearest
+
+
+def add_distillation(config: ConfigDict) -> None:
+  """The model as it was, in bfloat16, as a teacher."""
+  config.distill = ConfigDict()
+  config.distill.weight = 0.5  # of the KL against the teacher; the rest is the loss of the data
+  config.distill.temperature = 1.0

@@ -2,14 +2,17 @@
 
   python -m experiments.sensitivity
   python -m experiments.sensitivity --schemes=nf2:block=64+nf3:block=64+int8:axis=channel --bits=3.5
+  python -m experiments.sensitivity --each_layer --schemes=int4:axis=channel --bits=4.1
 
-For every projection (all of its layers share one scheme) and every scheme: the KL of the next-word
-distribution against the float32 model and the difference of loss, on calibration text. The working directory
-receives sensitivity.json, heatmap.png and rules.json; the flags that give experiments.quantize the choice are
-printed. Schemes are separated by '+'.
+For every projection (all of its layers share one scheme), or with --each_layer for every single matrix, and
+every scheme: the KL of the next-word distribution against the float32 model and the difference of loss, on
+calibration text. The working directory receives sensitivity.json, heatmap.png (a heatmap a scheme with
+--each_layer) and rules.json; the flags that give experiments.quantize the choice are printed. Schemes are
+separated by '+'.
 """
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ from qjax.precision import policy
 from qjax.progress import Bar, stage
 from qjax.quant.formats import parse_scheme
 from qjax.quant.qtensor import dequantize, expected_nbytes, quantize
-from qjax.quant.sensitivity import Sensitivity, allocate, rules, with_default
+from qjax.quant.sensitivity import Sensitivity, allocate, by_path, layer_item, rules, with_default
 from qjax.quant.verify import kl_divergence
 from qjax.walk import PATHS, PROJECTIONS
 
@@ -43,6 +46,7 @@ _SCHEMES = flags.DEFINE_string(
 _BITS = flags.DEFINE_float('bits', 3.5, 'Budget: bits a projection weight, scales included.')
 _MAX_TOKENS = flags.DEFINE_integer('max_tokens', 4096, 'Tokens of calibration text.', lower_bound=256)
 _TEXT = flags.DEFINE_string('text', plain.STATE_OF_THE_UNION, 'Calibration text: .txt or .jsonl.')
+_EACH = flags.DEFINE_bool('each_layer', False, 'Measure every layer of a projection by itself.')
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/sensitivity', 'Where results go.')
 
 SEQ_LEN, BATCH = 256, 4
@@ -89,14 +93,21 @@ def main(argv: list[str]) -> int:
     return jnp.sum(kl * counted), jnp.sum((nll(new) - nll(old)) * counted)
 
   rounded = jax.jit(lambda w, scheme: dequantize(quantize(w, scheme)), static_argnums=1)
-  parts = list(itertools.product(enumerate(paths), enumerate(schemes)))
+  layers = range(source.config.num_layers)
+  items = list(itertools.product(paths, layers if _EACH.value else (None,)))
+  parts = list(itertools.product(enumerate(items), enumerate(schemes)))
   batches = list(rows.batches(BATCH))
-  kl, difference = np.zeros((2, len(paths), len(schemes)))
+  kl, difference = np.zeros((2, len(items), len(schemes)))
   with Bar('parts', len(batches) * len(parts)) as bar:
     for done, batch in enumerate(batches):
       old = logits(weights, batch)
-      for index, ((i, path), (j, scheme)) in enumerate(parts):
-        changed = trees.nest(flat | {path: rounded(flat[path], parse_scheme(scheme))})
+      for index, ((i, (path, layer)), (j, scheme)) in enumerate(parts):
+        w = flat[path]
+        if layer is None:
+          w = rounded(w, parse_scheme(scheme))
+        else:
+          w = w.at[layer].set(rounded(w[layer], parse_scheme(scheme)))
+        changed = trees.nest(flat | {path: w})
         found = jax.device_get(compare(old, changed, batch))
         kl[i, j] += found[0] / rows.num_tokens
         difference[i, j] += found[1] / rows.num_tokens
@@ -109,12 +120,22 @@ def main(argv: list[str]) -> int:
     'environment': records.environment(),
   }
   as_rows = lambda grid: tuple(tuple(row) for row in grid.tolist())
-  nbytes = tuple(tuple(sizes[path][scheme] for scheme in schemes) for path in paths)
-  found = Sensitivity(about, paths, schemes, as_rows(kl), as_rows(difference), nbytes)
+  share = {layer: len(layers) for layer in layers} | {None: 1}
+  nbytes = tuple(tuple(sizes[path][scheme] // share[layer] for scheme in schemes) for path, layer in items)
+  names = tuple(path if layer is None else layer_item(path, layer) for path, layer in items)
+  found = Sensitivity(about, names, schemes, as_rows(kl), as_rows(difference), nbytes)
   workdir = Path(_WORKDIR.value)
   found.save(workdir / 'sensitivity.json')
-  report.sensitivity_heatmap(found.as_dict(), workdir / 'heatmap.png')
-  chosen = allocate(found.costs('kl'), found.sizes(), budget)
+  costs = found.costs('kl')
+  if _EACH.value:
+    for scheme in schemes:
+      picture = workdir / f'heatmap-{re.sub("[^a-z0-9_]+", "-", scheme)}.png'
+      report.layers_heatmap(found.as_dict(), scheme, picture)
+    # A stack has one scheme; what its layers cost is taken to add up.
+    costs = by_path({item: costs[name] for item, name in zip(items, names, strict=True)})
+  else:
+    report.sensitivity_heatmap(found.as_dict(), workdir / 'heatmap.png')
+  chosen = allocate(costs, sizes, budget)
   default, others = with_default(rules(chosen))
   files.write_json(
     workdir / 'rules.json', {'bits': _BITS.value, 'projections': default, 'rules': others, 'gap': chosen.gap}

@@ -9,7 +9,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +25,17 @@ from qjax.data import pipeline, plain
 from qjax.data.tokenizer import Tokenizer
 from qjax.errors import UserError, nearest
 from qjax.io.source import Source, load_source
-from qjax.method import Method, Update
+from qjax.method import Course, Method, Update
 from qjax.models.attention import AttentionKernel
 from qjax.models.config import parameter_shapes
+from qjax.models.objective import Distillation
 from qjax.models.transformer import Transformer
-from qjax.ops import Numerics
+from qjax.ops import Backward, Numerics
 from qjax.precision import Policy
+from qjax.quant import calibrate
 from qjax.quant.calibration import Calibration
+from qjax.quant.formats import FORMATS, parse_scheme
+from qjax.quant.sensitivity import Sensitivity, worst_slices
 from qjax.quant.verdict import Thresholds
 
 T = TypeVar('T')
@@ -100,6 +105,42 @@ class StorageFields:
 
 
 @dataclasses.dataclass(frozen=True)
+class BackwardFields:
+  dx: str
+  dw: str
+  rounding: str
+
+
+@dataclasses.dataclass(frozen=True)
+class QatFields:
+  weights: str
+  rules: tuple[tuple[str, str], ...]
+  activations: tuple[tuple[str, str], ...]
+  weight_gradient: str
+  activation_gradient: str
+  momentum: float
+  start_step: int
+  freeze_step: int
+  observer: str
+  calibration_batches: int
+  ranges: str
+  backward: BackwardFields
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillFields:
+  weight: float
+  temperature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetedFields:
+  record: str
+  budget: float
+  train: str
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshFields:
   data: int
   fsdp: int
@@ -109,7 +150,7 @@ class MeshFields:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-  """The whole config. `lora` and `storage` are present for the methods that have adapters."""
+  """The whole config. The sections with a default are there for the methods that take them."""
 
   name: str
   method: str
@@ -128,6 +169,20 @@ class Fields:
   mesh: MeshFields
   lora: LoraFields | None = None
   storage: StorageFields | None = None
+  qat: QatFields | None = None
+  targeted: TargetedFields | None = None
+  distill: DistillFields | None = None
+
+
+# The sections that a method needs, and those that it may have.
+SECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+  'full': ((), ()),
+  'lora': (('lora', 'storage'), ()),
+  'qlora': (('lora', 'storage'), ()),
+  'qat': (('qat',), ('distill',)),
+  'qat_lora': (('lora', 'storage', 'qat'), ('distill',)),
+  'targeted': (('storage', 'qat', 'targeted'), ('distill',)),
+}
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -203,6 +258,16 @@ def read(config: ConfigDict) -> Fields:
   if fields.precision.loss_scale_initial > 2.0**127:
     initial = fields.precision.loss_scale_initial
     raise UserError(f'config.precision.loss_scale_initial = {initial:g} is beyond float32; 2**15 is usual')
+  if fields.qat is not None:
+    if fields.qat.calibration_batches < 1:
+      raise UserError(
+        f'config.qat.calibration_batches = {fields.qat.calibration_batches} must be at least 1'
+      )
+    if fields.qat.freeze_step < 0:
+      raise UserError(f'config.qat.freeze_step = {fields.qat.freeze_step} must be at least 0; 0 is never')
+    calibrate.observer(fields.qat.observer)
+  if fields.targeted is not None and not 0 < fields.targeted.budget <= 1:
+    raise UserError(f'config.targeted.budget = {fields.targeted.budget} must be above 0 and at most 1')
   if not 0 <= fields.seed < 2**31:
     raise UserError(f'config.seed = {fields.seed} must be from 0 to {2**31 - 1}')
   return fields
@@ -217,43 +282,88 @@ def json_ready(value: Any) -> Any:
   return value
 
 
-def method_of(fields: Fields) -> Method:
-  """The point on the four axes that a config names.
+def _check_sections(fields: Fields) -> None:
+  if fields.method not in SECTIONS:
+    raise UserError(f'config.method = {fields.method!r} is not known{nearest(fields.method, SECTIONS)}')
+  needed, allowed = SECTIONS[fields.method]
+  for name in ('lora', 'storage', 'qat', 'targeted', 'distill'):
+    is_there = getattr(fields, name) is not None
+    if name in needed and not is_there:
+      raise UserError(
+        f'config.method = {fields.method!r} needs the section {name}; see configs/{fields.method}*.py'
+      )
+    if is_there and name not in needed + allowed:
+      raise UserError(f'config.method = {fields.method!r} takes no section {name}; remove it')
+
+
+def _numerics(fields: Fields) -> Numerics:
+  p, q = fields.precision, fields.qat
+  policy = precision.policy(p.param, p.compute, p.accum, p.output)
+  if q is None:
+    return Numerics(policy, fields.kernels)
+  weights = q.rules + (() if q.weights == 'none' else (('.*', q.weights),))
+  inputs = 'ste' if q.activation_gradient == 'average' else q.activation_gradient
+  return Numerics(
+    policy,
+    fields.kernels,
+    q.activations,
+    weights=weights,
+    weight_gradient=q.weight_gradient,
+    activation_gradient=inputs,
+    backward=Backward(**dataclasses.asdict(q.backward)),
+  )
+
+
+def _course(q: QatFields) -> Course:
+  momentum = q.momentum if q.activation_gradient == 'average' else None
+  return Course(q.start_step, q.freeze_step or None, momentum)
+
+
+def _slices(fields: TargetedFields, scheme: str, source: Source) -> tuple[tuple[str, tuple[int, ...]], ...]:
+  """The matrices that cost most in a scheme, within a share of the model's parameters."""
+  found = Sensitivity.load(Path(fields.record))
+  if found.about.get('fingerprint') != source.fingerprint:
+    raise UserError(f'{fields.record} was measured on another model than {source.name}')
+  budget = int(fields.budget * source.config.num_parameters)
+  return worst_slices(found, str(parse_scheme(scheme)), parameter_shapes(source.config), budget)
+
+
+def method_of(fields: Fields, source: Source | None = None) -> Method:
+  """The point on the four axes that a config names; 'targeted' needs the model to choose on.
 
   Raises:
     UserError: an unknown method, or sections that do not belong to it.
   """
-  p, o = fields.precision, fields.optimizer
-  numerics = Numerics(precision.policy(p.param, p.compute, p.accum, p.output), fields.kernels)
+  _check_sections(fields)
+  p, o, s, q = fields.precision, fields.optimizer, fields.storage, fields.qat
+  numerics = _numerics(fields)
   update = Update(**dataclasses.asdict(o), rounding=p.rounding)
   optim.check(update, fields.num_steps)
   if p.rounding == 'stochastic' and p.param == 'float16':
     raise UserError("config.precision.rounding = 'stochastic' is for bfloat16 weights, not for float16")
-
-  def with_adapters(constructor: Callable[..., Method]) -> Method:
-    if fields.lora is None or fields.storage is None:
-      raise UserError(
-          f'config.method = {fields.method!r} needs the sections lora and storage; see configs/lora.py'
+  spec = LoraSpec(**dataclasses.asdict(fields.lora)) if fields.lora else None
+  course = _course(q) if q else Course()
+  distillation = Distillation(**dataclasses.asdict(fields.distill)) if fields.distill else None
+  match fields.method:
+    case 'full':
+      return methods.full(numerics, update)
+    case 'lora' | 'qlora':
+      assert s is not None and spec is not None
+      constructor = methods.lora if fields.method == 'lora' else methods.qlora
+      return constructor(numerics, update, spec, s.projections, s.embeddings, s.rules)
+    case 'qat':
+      return methods.qat(numerics, update, course, distillation)
+    case 'qat_lora':
+      assert s is not None and spec is not None
+      return methods.qat_lora(
+        numerics, update, spec, s.projections, s.embeddings, s.rules, course, distillation
       )
-    spec = LoraSpec(**dataclasses.asdict(fields.lora))
-    s = fields.storage
-    return constructor(numerics, update, spec, s.projections, s.embeddings, s.rules)
-
-  def without_adapters() -> Method:
-    if fields.lora is not None or fields.storage is not None:
-      raise UserError(
-          "config.method = 'full' trains every weight and takes neither lora nor storage; remove them"
-      )
-    return methods.full(numerics, update)
-
-  constructors = {
-      'full': without_adapters,
-      'lora': lambda: with_adapters(methods.lora),
-      'qlora': lambda: with_adapters(methods.qlora),
-  }
-  if fields.method not in constructors:
-    raise UserError(f'config.method = {fields.method!r} is not known{nearest(fields.method, constructors)}')
-  return constructors[fields.method]()
+  assert fields.targeted is not None and s is not None and source is not None
+  slices = _slices(fields.targeted, s.projections, source)
+  train_what = fields.targeted.train
+  return methods.targeted(
+    numerics, update, slices, s.projections, s.embeddings, s.rules, train_what, course, distillation
+  )
 
 
 def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
@@ -290,7 +400,7 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
       jax.distributed.initialize()  # before anything asks for a device
     except (RuntimeError, ValueError) as error:
       raise UserError(f'config.mesh.distributed: {error}. Leave it off on a single machine') from error
-  method = method_of(fields)
+  _check_sections(fields)
   p = fields.precision
   scale = precision.loss_scale(p.loss_scale, p.loss_scale_initial, p.loss_scale_period)
   if p.compute == 'float16' and p.loss_scale == 'none':
@@ -309,6 +419,7 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
     )
   at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
   source = load_source(fields.model.path)
+  method = method_of(fields, source)
   shapes = parameter_shapes(source.config)
   method.plan(shapes)
   context = source.config.context_length
@@ -327,8 +438,26 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
   )
   return train.Run(
       workdir, config.to_dict(), meaning(fields, source, dataset), model, method, shapes, source.read, scale,
-      dataset, spec, mesh, loop,
+      dataset, spec, mesh, loop, partial(_input_ranges, fields, source, dataset, spec),
   )  # fmt: skip
+
+
+def _input_ranges(
+  fields: Fields, source: Source, dataset: pipeline.Dataset, spec: pipeline.DataSpec
+) -> dict[str, Any]:
+  """Of static activation schemes: from a file of experiments.calibrate, or from training batches."""
+  q = fields.qat
+  static = [] if q is None else method_of(fields, source).static_inputs(parameter_shapes(source.config))
+  if q is None or not static:
+    return {}
+  if q.ranges:
+    known = Calibration.load(Path(q.ranges), source.fingerprint)
+    bits = {path: FORMATS[_numerics(fields).scheme_of(path).format].bits for path in static}
+    layers = range(source.config.num_layers)
+    return {path: [known.largest(path, layer, bits[path]) for layer in layers] for path in static}
+  stream = pipeline.train_iterator(dataset.train, spec)
+  batches = [dict(next(stream)) for _ in range(q.calibration_batches)]
+  return quantize.input_ranges(source.config, source.read, q.activations, q.observer, batches)
 
 
 # ---- quantization ------------------------------------------------------------------------------------------

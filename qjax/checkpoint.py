@@ -157,15 +157,24 @@ class Checkpoints:
       )
     return None
 
+  @property
+  def best_step(self) -> int:
+    """The step with the best score, or the newest if none has one.
+
+    Raises:
+      UserError: there is no step.
+    """
+    if not self.steps:
+      raise UserError(f'{self.directory} has no checkpoint')
+    return min(self._nlls, key=self._nlls.__getitem__, default=self.steps[-1])
+
   def best(self, trainable: Tree) -> Tree:
-    """What moved, at the step with the best score, or the newest if none has one, in the structure given.
+    """What moved, at `best_step`, in the structure given.
 
     Raises:
       UserError: there is no step, or it holds something else.
     """
-    if not self.steps:
-      raise UserError(f'{self.directory} has no checkpoint')
-    step = min(self._nlls, key=self._nlls.__getitem__, default=self.steps[-1])
+    step = self.best_step
     try:
       return self._tree(step, 'trainable', trainable)
     except UserError:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from qjax import trees
-from qjax.models.loss import LossSums, loss_sums
+from qjax.models.objective import LossSums, loss_sums
 from qjax.models.transformer import Transformer
 
 Tree = Any

@@ -1,11 +1,12 @@
 """A method is a point on four axes: storage, numerics, trainable, update. Nothing else knows its name.
 
-`full`, `lora` and `qlora` are constructors of one frozen `Method`; a fourth is another constructor, not a
-branch anywhere.
+`full`, `lora`, `qlora`, `qat`, `qat_lora` and `targeted` are constructors of one frozen `Method`; another one
+is another constructor, not a branch anywhere.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ import numpy as np
 
 from qjax import adapters, storage, trees
 from qjax.adapters import LoraSpec
-from qjax.errors import UserError
+from qjax.errors import UserError, nearest
+from qjax.models.objective import Distillation
 from qjax.ops import Numerics
-from qjax.quant.formats import FORMATS
+from qjax.quant import fake
+from qjax.quant.formats import FORMATS, Scheme
 
 Tree = Any
 Reader = Callable[[str, int | None], np.ndarray]
@@ -28,10 +31,40 @@ PARAM = 'param'
 
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-  """What moves: the leaves of {'params': …, 'lora': …} whose path matches, and adapters to add, if any."""
+  """What moves: the leaves of {'params': …, 'lora': …} whose path matches, and what is added to move.
+
+  Attributes:
+    pattern: regular expression over whole paths, which begin with the collection: 'params' (weights), 'lora',
+      'ranges' and 'act' (of weights and inputs), 'slices'.
+    lora: adapters to add.
+    slices: (path of a stack, layers) to train in the place of the stack's own.
+  """
 
   pattern: str
   lora: LoraSpec | None = None
+  slices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+  """How quantization in training changes with the steps.
+
+  Attributes:
+    start_step: before it, nothing that is trained is quantized.
+    freeze_step: from it on, ranges stay as they are; None is never.
+    momentum: of the moving average that static ranges of inputs follow; None leaves them as they are, or to
+      their gradient.
+  """
+
+  start_step: int = 0
+  freeze_step: int | None = None
+  momentum: float | None = None
+
+  def __post_init__(self) -> None:
+    if self.start_step < 0:
+      raise UserError(f'qat.start_step = {self.start_step} must be at least 0')
+    if self.momentum is not None and not 0 <= self.momentum < 1:
+      raise UserError(f'qat.momentum = {self.momentum} must be at least 0 and below 1')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +102,8 @@ class Method:
     numerics: dtypes and kernels of matrix products.
     trainable: what moves.
     update: how it moves.
+    course: how quantization in training changes with the steps.
+    distillation: what the model is to learn from itself as it was; None is nothing.
   """
 
   name: str
@@ -76,6 +111,8 @@ class Method:
   numerics: Numerics
   trainable: Trainable
   update: Update
+  course: Course = Course()
+  distillation: Distillation | None = None
 
   def is_trainable(self, path: str) -> bool:
     """Whether a leaf of {'params': …, 'lora': …} moves."""
@@ -93,11 +130,24 @@ class Method:
     for path, kind in kinds.items():
       if kind != PARAM and self.is_trainable(f'params/{path}'):
         raise UserError(f'{path} is trained and cannot rest as {kind!r}; store it as {PARAM!r}')
+    projections = [path for path in paths if trees.is_match(storage.PROJECTIONS, path)]
+    n = self.numerics
+    trees.match_rules(n.weights, projections, 'qat.weights', is_partial=True)
+    trees.match_rules(n.activations, projections, 'qat.activations', is_partial=True)
     if self.trainable.lora is not None:
       adapters.targets(self.trainable.lora, shapes)
-    else:
-      trees.select(self.trainable.pattern, [f'params/{path}' for path in paths], 'trainable')
+    for path, layers in self.trainable.slices:
+      if path not in projections or not all(0 <= layer < shapes[path][0] for layer in layers):
+        raise UserError(f'targeted: {path} layers {layers} are no projections of this model')
+      scheme = storage.scheme_of(kinds[path], path)
+      if scheme is None or (scheme.asymmetric and n.weight_gradient in fake.LEARNED):
+        raise UserError(f'targeted: {path} rests in {kinds[path]}; give it a scheme without asym')
     return kinds
+
+  def static_inputs(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The projections whose inputs have a range from calibration."""
+    projections = (path for path in shapes if trees.is_match(storage.PROJECTIONS, path))
+    return [path for path in projections if self.numerics.scheme_of(path).is_static]
 
   def prepare(
     self,
@@ -106,6 +156,7 @@ class Method:
     key: jax.Array,
     place: Place = lambda path, leaf: leaf,
     progress: Callable[[str], None] = lambda path: None,
+    input_ranges: Mapping[str, Any] | None = None,
   ) -> tuple[Tree, Tree]:
     """What moves and what rests: two trees that `trees.combine` joins to {'params': …, 'lora': …}.
 
@@ -118,6 +169,7 @@ class Method:
       key: draws the adapters.
       place: moves an array, named by its path in the returned trees, to where it shall live.
       progress: called with each parameter's path before it is read.
+      input_ranges: float32 [L], the largest magnitude of the inputs of each of `static_inputs`.
 
     Raises:
       UserError: as `plan`, and a NaN or an infinity in a weight, by path.
@@ -132,15 +184,55 @@ class Method:
       fresh = adapters.init(self.trainable.lora, shapes, key, self.numerics.policy.param)
       for path, adapter in trees.flatten(fresh, adapters.is_adapter).items():
         flat[f'lora/{path}'] = _place(place, f'lora/{path}', adapter)
+    for path, leaf in self._quantizers(shapes, kinds, read, input_ranges or {}).items():
+      flat[path] = _place(place, path, leaf)
+    if self.distillation is not None:
+      for path in shapes:
+        teacher = _stack(path, shapes[path], partial(storage.rest, kind='bfloat16', path=path), read)
+        flat[f'teacher/{path}'] = _place(place, f'teacher/{path}', teacher)
     moves = {path: leaf for path, leaf in flat.items() if self.is_trainable(path)}
     rests = {path: leaf for path, leaf in flat.items() if path not in moves}
     return trees.nest(moves), trees.nest(rests)
+
+  def _quantizers(
+    self,
+    shapes: Mapping[str, tuple[int, ...]],
+    kinds: Mapping[str, str],
+    read: Reader,
+    input_ranges: Mapping[str, Any],
+  ) -> dict[str, Any]:
+    """Ranges of inputs and weights, and the slices of stacks that move, by path."""
+    found: dict[str, Any] = {}
+    learns = self.numerics.weight_gradient in fake.LEARNED
+    sliced = dict(self.trainable.slices)
+    for path in self.static_inputs(shapes):
+      found[f'act/{path}'] = jnp.asarray(input_ranges[path], jnp.float32)
+    for path in shapes:
+      if not trees.is_match(storage.PROJECTIONS, path):
+        continue
+      scheme = self.numerics.trained_scheme_of(path)
+      moves = self.trainable.lora is not None or kinds[path] == PARAM
+      if scheme is not None and learns and moves and path not in sliced:
+        found[f'ranges/{path}'] = _stack(path, shapes[path], partial(_first_range, scheme), read)
+    for path, layers in sliced.items():
+      scheme = storage.scheme_of(kinds[path], path)
+      assert scheme is not None
+      param = self.numerics.policy.param
+      w = jnp.stack([storage.checked(read(path, layer), path, param) for layer in layers])
+      found[f'slices/{path}/w'] = w
+      if learns:
+        found[f'slices/{path}/high'] = fake.first_range(w, scheme)
+      slots = np.full(shapes[path][0], -1, np.int32)
+      slots[list(layers)] = np.arange(len(layers))
+      found[f'slots/{path}'] = jnp.asarray(slots)
+    return found
 
   def abstract(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tree, Tree]:
     """`prepare`'s trees as `ShapeDtypeStruct`s, for compiling without weights."""
 
     def make(key: jax.Array) -> tuple[Tree, Tree]:
-      return self.prepare(shapes, _Zeros(shapes), key)
+      ranges = {path: jnp.zeros(shapes[path][0]) for path in self.static_inputs(shapes)}
+      return self.prepare(shapes, _Zeros(shapes), key, input_ranges=ranges)
 
     return jax.eval_shape(make, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 
@@ -167,6 +259,10 @@ def _stack(path: str, shape: tuple[int, ...], store: Callable[[Any], Any], read:
     return store(read(path, None))
   layers = [store(read(path, layer)) for layer in range(shape[0])]
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def _first_range(scheme: Scheme, w: Any) -> jax.Array:
+  return fake.first_range(jnp.asarray(w), scheme)
 
 
 def _place(place: Place, path: str, leaf: Any) -> Any:
@@ -220,3 +316,94 @@ def qlora(
       f'storage.projections = {projections!r} quantizes nothing; qlora wants a scheme such as nf4:block=64,dq'
     )
   return lora(numerics, update, spec, projections, embeddings, rules, name='qlora')
+
+
+def _moving_ranges(numerics: Numerics, course: Course) -> str:
+  """The pattern of the ranges that move, to be put behind another one."""
+  weights = '|ranges/.*' if numerics.weight_gradient in fake.LEARNED else ''
+  inputs = numerics.activation_gradient in fake.LEARNED or course.momentum is not None
+  return weights + ('|act/.*' if inputs else '')
+
+
+def qat(
+  numerics: Numerics, update: Update, course: Course = Course(), distillation: Distillation | None = None
+) -> Method:
+  """Everything moves, through the quantizers that `numerics` names (quantization-aware training).
+
+  Raises:
+    UserError: nothing is quantized: that would be full fine-tuning under another name.
+  """
+  if not numerics.weights and not numerics.activations:
+    raise UserError("qat quantizes nothing: give qat.weights or qat.activations, or use method = 'full'")
+  pattern = 'params/.*' + _moving_ranges(numerics, course)
+  return Method('qat', (('.*', PARAM),), numerics, Trainable(pattern), update, course, distillation)
+
+
+def qat_lora(
+  numerics: Numerics,
+  update: Update,
+  spec: LoraSpec,
+  projections: str = 'int8:axis=channel',
+  embeddings: str = 'bfloat16',
+  rules: tuple[tuple[str, str], ...] = (),
+  course: Course = Course(),
+  distillation: Distillation | None = None,
+) -> Method:
+  """Adapters move inside the quantizer: products see Q(W + s·A·B), and so does the merged model.
+
+  Args:
+    numerics: dtypes, and the schemes Q.
+    update: how the adapters move.
+    spec: what adapters there are.
+    projections: how W rests: a dtype or a scheme; one that is finer than Q loses little.
+    embeddings: dtype of the embedding and the head.
+    rules: storage rules that go first.
+    course: how quantization changes with the steps.
+    distillation: what to learn from the model as it was.
+
+  Raises:
+    UserError: no weight is trained through a quantizer.
+  """
+  if not numerics.weights:
+    raise UserError("qat_lora needs qat.weights, the schemes of the merged weights; or use method = 'lora'")
+  stored = storage.rules(projections, embeddings, rules)
+  pattern = 'lora/.*' + _moving_ranges(numerics, course)
+  return Method('qat_lora', stored, numerics, Trainable(pattern, spec), update, course, distillation)
+
+
+def targeted(
+  numerics: Numerics,
+  update: Update,
+  slices: tuple[tuple[str, tuple[int, ...]], ...],
+  projections: str,
+  embeddings: str = 'bfloat16',
+  rules: tuple[tuple[str, str], ...] = (),
+  train: str = 'weights',
+  course: Course = Course(),
+  distillation: Distillation | None = None,
+) -> Method:
+  """A quantized model of which only some matrices move, each through its quantizer.
+
+  Args:
+    numerics: dtypes, and how gradients pass the quantizers.
+    update: how what moves moves.
+    slices: (path of a stack, its layers that move).
+    projections: the scheme of all projections.
+    embeddings: dtype of the embedding and the head.
+    rules: storage rules that go first.
+    train: 'weights' (and their ranges, if those learn) or 'ranges' alone.
+    course: how quantization changes with the steps.
+    distillation: what to learn from the model as it was.
+
+  Raises:
+    UserError: an unknown `train`, or ranges that are to move but don't learn.
+  """
+  if train not in ('weights', 'ranges'):
+    raise UserError(f"targeted.train = {train!r} is not known{nearest(train, ('weights', 'ranges'))}")
+  learns = numerics.weight_gradient in fake.LEARNED
+  if train == 'ranges' and not learns:
+    raise UserError("targeted.train = 'ranges' needs ranges that learn; set qat.weight_gradient to 'lsq'")
+  part = 'slices/.*' if train == 'weights' else 'slices/.*/high'
+  stored = storage.rules(projections, embeddings, rules)
+  trainable = Trainable(part + _moving_ranges(numerics, course), slices=slices)
+  return Method('targeted', stored, numerics, trainable, update, course, distillation)

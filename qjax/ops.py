@@ -9,30 +9,39 @@ rounded through the compute dtype on the way.
 Inputs may be quantized, too (`Numerics.activations`). With an integer weight the product is then one of
 integers, int8 · int8 summed in int32 and scaled once; with any other weight, or where that is slower, the
 input is rounded to its levels and multiplied as a float. Both compute the same numbers but for the roundings
-of floats. The gradient takes the rounding for the identity (Bengio et al. 2013, "Estimating or Propagating
-Gradients Through Stochastic Neurons"), and for 0 where a static range cuts off.
+of floats. What the gradient makes of rounding is said in `qjax.quant.fake`.
+
+A weight may be trained through its quantizer (`Numerics.weights`). The product then is that of the converted
+weight, bit for bit; its gradient reaches the weight, its ranges and an adapter inside the quantizer. With
+integer weights the backward products may be integers too (`Numerics.backward`): a scale that lies along the
+axis of a sum is moved onto the gradient first, which is then rounded, at random so that the mean is right
+(Wortsman et al. 2023, "Stable and low-precision training for large-scale vision-language models", has the
+products of the input's gradient in int8; Xi et al. 2024, "Jetfire", both).
 """
 
 import dataclasses
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from qjax import trees
 from qjax.adapters import Adapter
 from qjax.errors import UserError, nearest
 from qjax.precision import Policy
-from qjax.quant import activations, formats
+from qjax.quant import activations, fake, formats
 from qjax.quant.activations import ActivationScheme, Decomposed, Rules
+from qjax.quant.fake import FakeQuantized, Trained
+from qjax.quant.formats import Scheme, parse_scheme
 from qjax.quant.qtensor import QTensor, dequantize, per_column
 from qjax.remat import LOW_RANK, named
 
 Weight = jax.Array | QTensor
-Projected = Weight | Decomposed  # what a projection may hold
+Projected = Weight | Decomposed | Trained  # what a projection may hold
 
 # Implementations of the product by name, with what each is. 'auto' takes the first that serves.
 IMPLEMENTATIONS = {'xla': 'dequantize, then dot_general, compiled by XLA'}
@@ -52,6 +61,36 @@ FEW_BLOCKS = 2
 FEW_ROWS = 8
 
 
+# In which numbers a product of the backward pass is taken, and how a gradient is rounded to integers.
+BACKWARD = ('compute', 'int8')
+ROUNDINGS = ('stochastic', 'nearest')
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+  """In which numbers gradients are multiplied, where weights are integers with a scale an output.
+
+  Attributes:
+    dx: of the input, g·Wᵀ: in the 'compute' dtype, or 'int8'.
+    dw: of the weight, xᵀ·g: likewise; 'int8' needs inputs that are quantized, too.
+    rounding: of gradients to integers, 'stochastic' or 'nearest'.
+  """
+
+  dx: str = 'compute'
+  dw: str = 'compute'
+  rounding: str = 'stochastic'
+
+  def __post_init__(self) -> None:
+    for name, known in (('dx', BACKWARD), ('dw', BACKWARD), ('rounding', ROUNDINGS)):
+      if (value := getattr(self, name)) not in known:
+        raise UserError(f'backward.{name} = {value!r} is not known{nearest(value, known)}')
+
+  @property
+  def draws(self) -> bool:
+    """Whether random numbers are needed."""
+    return self.rounding == 'stochastic' and 'int8' in (self.dx, self.dw)
+
+
 @dataclasses.dataclass(frozen=True)
 class Numerics:
   """In which numbers products compute, and by which implementation.
@@ -62,12 +101,21 @@ class Numerics:
     activations: (pattern over a projection's path, scheme of its inputs), first match wins; see
       `qjax.quant.activations`.
     integer: a name in `INTEGER`.
+    weights: (pattern over a projection's path, scheme or 'none') for weights that are trained through their
+      quantizer, first match wins. An adapter of such a weight is inside the quantizer.
+    weight_gradient: how their gradient passes, and whether ranges learn; a name in `fake.GRADIENTS`.
+    activation_gradient: the same for static activation schemes.
+    backward: in which numbers gradients are multiplied.
   """
 
   policy: Policy
   implementation: str = 'auto'
   activations: Rules = ()
   integer: str = 'auto'
+  weights: Rules = ()
+  weight_gradient: str = 'ste'
+  activation_gradient: str = 'ste'
+  backward: Backward = Backward()
 
   def __post_init__(self) -> None:
     if self.implementation not in ('auto', *IMPLEMENTATIONS):
@@ -77,15 +125,36 @@ class Numerics:
     if self.integer not in INTEGER:
       raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, INTEGER)}')
     activations.rules(self.activations)
+    for name in ('weight_gradient', 'activation_gradient'):
+      if (value := getattr(self, name)) not in fake.GRADIENTS:
+        raise UserError(f'{name} = {value!r} is not known{nearest(value, fake.GRADIENTS)}')
+    for pattern, spelling in self.weights:
+      scheme = None if spelling == 'none' else parse_scheme(spelling)
+      if scheme is not None and scheme.asymmetric and self.weight_gradient in fake.LEARNED:
+        raise UserError(
+          f'weights: {pattern!r} wants {spelling!r} with ranges that learn, but an offset does not; '
+          "use a scheme without asym, or 'ste'"
+        )
 
   @property
   def used(self) -> str:
     """The implementation that runs."""
     return 'xla' if self.implementation == 'auto' else self.implementation
 
+  @property
+  def plain(self) -> 'Numerics':
+    """The same with nothing quantized on the way."""
+    return dataclasses.replace(self, activations=(), weights=(), backward=Backward())
+
   def scheme_of(self, path: str | None) -> ActivationScheme:
     """How the inputs of the projection at `path` are quantized; None is no projection."""
     return ActivationScheme() if path is None else activations.rules(self.activations)(path)
+
+  def trained_scheme_of(self, path: str | None) -> Scheme | None:
+    """The scheme in which the weight at `path` is multiplied while it is trained; None is as it is."""
+    spellings = (spelling for pattern, spelling in self.weights if path and trees.is_match(pattern, path))
+    spelling = next(spellings, 'none')
+    return None if spelling == 'none' else parse_scheme(spelling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +165,8 @@ class _Plan:
   transposed: bool = False
   scheme: ActivationScheme = dataclasses.field(default_factory=ActivationScheme)
   is_integer: bool = False
+  gradient: str = 'ste'
+  backward: Backward = Backward()
 
 
 def contract(
@@ -165,6 +236,8 @@ def rows_product(a: jax.Array, b: jax.Array, accum: jnp.dtype) -> jax.Array:
 
 
 def _operand(w: Projected, dtype: jnp.dtype) -> jax.Array:
+  if isinstance(w, Trained):
+    w = w.quantized()
   if isinstance(w, Decomposed):
     return w.dequantize(dtype)
   return dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
@@ -188,10 +261,11 @@ def _integer_contract(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
 
 def _integer_product(x: jax.Array, w: QTensor, scheme: ActivationScheme, high: jax.Array | None) -> jax.Array:
   """x [..., K] quantized times a symmetric integer w [K, N] as float32 [..., N]: sums, then scales."""
-  numbers, k = w.scheme.numbers, w.inputs
+  k = w.inputs
   codes, x_scale = activations.encode(x, scheme, high)
   scale = per_column(w.scales, w.scheme, w.shape[-1])
   block = w.scheme.block_of(k)
+  numbers = w.scheme.numbers
   rows = formats.packed_rows(block, numbers.bits)
   y = jnp.zeros((), jnp.float32)
   for index, start in enumerate(range(0, k, block)):
@@ -206,6 +280,8 @@ def _integer_product(x: jax.Array, w: QTensor, scheme: ActivationScheme, high: j
 
 def _product(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) -> jax.Array:
   policy, scheme = plan.policy, plan.scheme
+  if isinstance(w, Trained):
+    w = w.quantized()
   if not scheme.is_none and isinstance(w, Decomposed):
     rest = _product(jnp.where(w.is_ordinary, x, jnp.zeros((), x.dtype)), w.rest, high, plan)
     return rest + _product(w.outliers(x), w.kept, None, _Plan(policy))
@@ -217,23 +293,20 @@ def _product(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) ->
   return contract(x, w, ((x.ndim - 1,), (1 if plan.transposed else 0,)), policy.accum)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmul(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _matmul(
+  x: jax.Array, w: Projected, high: jax.Array | None, key: jax.Array | None, plan: _Plan
+) -> jax.Array:
   return _product(x, w, high, plan)
 
 
-def _matmul_fwd(x: Any, w: Any, high: Any, plan: _Plan) -> tuple[jax.Array, Any]:
-  w_value, top = jax.tree.map(lambda p: p.value, (w, high), is_leaf=lambda p: hasattr(p, 'perturbed'))
-  is_trained = not isinstance(w_value, QTensor | Decomposed) and w.perturbed
-  like = jax.ShapeDtypeStruct(x.value.shape, x.value.dtype)
-  passes = None
-  if plan.scheme.is_static and x.perturbed:
-    passes = jnp.abs(x.value.astype(jnp.float32)) <= top
-    passes = passes | ~w_value.is_ordinary if isinstance(w_value, Decomposed) else passes
-  kept = (x.value, top) if is_trained else None
-  residual = (kept, w_value, passes, _Static((is_trained, x.perturbed, like)))
-  # Not `_matmul`: a remat policy that keeps products has to see one.
-  return _product(x.value, w_value, top, plan), residual
+class _Facts(NamedTuple):
+  """What is known of a product's backward pass while it is traced."""
+
+  is_trained: bool
+  is_needed: bool
+  learns: bool
+  like: jax.ShapeDtypeStruct
 
 
 @jax.tree_util.register_static
@@ -241,29 +314,82 @@ def _matmul_fwd(x: Any, w: Any, high: Any, plan: _Plan) -> tuple[jax.Array, Any]
 class _Static:
   """Facts known while tracing, carried through residuals."""
 
-  facts: tuple[bool, bool, jax.ShapeDtypeStruct]
+  facts: _Facts
 
 
-def _matmul_bwd(plan: _Plan, residual: Any, g: Any) -> tuple[Any, Any, None]:
-  kept, w, passes, static = residual
-  is_trained, is_needed, like = static.facts
-  if isinstance(g, SymbolicZero):
-    return None, None, None
-  policy, transposed = plan.policy, plan.transposed
+def _is_perturbed(tree: Any) -> bool:
+  leaves = jax.tree.leaves(tree, is_leaf=lambda p: hasattr(p, 'perturbed'))
+  return any(leaf.perturbed for leaf in leaves)
+
+
+def _matmul_fwd(x: Any, w: Any, high: Any, key: Any, plan: _Plan) -> tuple[jax.Array, Any]:
+  w_value, top, key_value = jax.tree.map(
+    lambda p: p.value, (w, high, key), is_leaf=lambda p: hasattr(p, 'perturbed')
+  )
+  is_trained = not isinstance(w_value, QTensor | Decomposed) and _is_perturbed(w)
+  learns = plan.scheme.is_static and plan.gradient in fake.LEARNED and _is_perturbed(high)
+  like = jax.ShapeDtypeStruct(x.value.shape, x.value.dtype)
+  passes = None
+  if plan.scheme.is_static and x.perturbed and not learns:
+    passes = jnp.abs(x.value.astype(jnp.float32)) <= top
+    passes = passes | ~w_value.is_ordinary if isinstance(w_value, Decomposed) else passes
+  kept = (x.value, top) if is_trained or learns else None
+  facts = _Facts(is_trained, x.perturbed, learns, like)
+  # Not `_matmul`: a remat policy that keeps products has to see one.
+  return _product(x.value, w_value, top, plan), (kept, w_value, passes, key_value, _Static(facts))
+
+
+def _input_gradient(g: jax.Array, w: Projected, key: jax.Array | None, plan: _Plan) -> jax.Array:
+  """g [..., N] times wᵀ as [..., K] in `policy.accum`."""
+  policy = plan.policy
+  if plan.backward.dx == 'int8' and isinstance(w, QTensor):
+    scale = per_column(w.scales, w.scheme, w.shape[-1])[0]
+    codes, g_scale = fake.gradient_codes(g.astype(jnp.float32) * scale, -1, key)
+    sums = contract(codes, w.unpacked(), ((g.ndim - 1,), (1,)), jnp.dtype('int32'))
+    return (sums.astype(jnp.float32) * g_scale).astype(policy.accum)
   g = g.astype(policy.compute)
-  dx = dw = None
-  if is_needed:
-    w_axis = 0 if transposed else 1
-    dx = contract(g, _operand(w, policy.compute), ((g.ndim - 1,), (w_axis,)), policy.accum).astype(like.dtype)
+  axis = 0 if plan.transposed else 1
+  return contract(g, _operand(w, policy.compute), ((g.ndim - 1,), (axis,)), policy.accum)
+
+
+def _weight_gradient(
+  x: jax.Array, g: jax.Array, high: jax.Array | None, key: jax.Array | None, plan: _Plan
+) -> jax.Array:
+  """xᵀ·g [K, N] in `policy.accum` for x [..., K], quantized as the plan says, and g [..., N]."""
+  policy, scheme = plan.policy, plan.scheme
+  g_rows = g.reshape(-1, g.shape[-1])
+  if plan.backward.dw == 'int8' and not plan.transposed and not scheme.is_none:
+    codes, x_scale = activations.encode(x.reshape(-1, x.shape[-1]), scheme, high)
+    g_codes, g_scale = fake.gradient_codes(g_rows.astype(jnp.float32) * x_scale, 0, key)
+    sums = contract(codes, g_codes, ((0,), (0,)), jnp.dtype('int32'))
+    return (sums.astype(jnp.float32) * g_scale).astype(policy.accum)
+  x = x if scheme.is_none else activations.fake(x, scheme, high)
+  x_rows, g_rows = x.reshape(-1, x.shape[-1]).astype(policy.compute), g_rows.astype(policy.compute)
+  left, right = (g_rows, x_rows) if plan.transposed else (x_rows, g_rows)
+  return rows_product(left, right, policy.accum)
+
+
+def _matmul_bwd(plan: _Plan, residual: Any, g: Any) -> tuple[Any, Any, Any, None]:
+  kept, w, passes, key, static = residual
+  facts = static.facts
+  if isinstance(g, SymbolicZero):
+    return None, None, None, None
+  x_key, w_key = (None, None) if key is None else jax.random.split(key)
+  dx: Any = None
+  dw: Any = None
+  d_high = None
+  if facts.is_needed or facts.learns:
+    multiplied = w.quantized() if isinstance(w, Trained) else w
+    dx = _input_gradient(g, multiplied, x_key, plan).astype(facts.like.dtype)
     dx = dx if passes is None else jnp.where(passes, dx, jnp.zeros((), dx.dtype))
-  if is_trained:
+  if facts.is_trained:
     x, high = kept
-    x = x if plan.scheme.is_none else activations.fake(x, plan.scheme, high)
-    x_rows = x.reshape(-1, x.shape[-1]).astype(policy.compute)
-    g_rows = g.reshape(-1, g.shape[-1])
-    left, right = (g_rows, x_rows) if transposed else (x_rows, g_rows)
-    dw = rows_product(left, right, policy.accum).astype(w.dtype)
-  return dx, dw, None
+    dw = _weight_gradient(x, g, high, w_key, plan)
+    dw = w.pull(dw) if isinstance(w, Trained) else dw.astype(w.dtype)
+  if facts.learns:
+    x, high = kept
+    dx, d_high = fake.pull_input(x, high, plan.scheme, dx, plan.gradient)
+  return dx if facts.is_needed else None, dw, d_high, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd, symbolic_zeros=True)
@@ -286,12 +412,12 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
       'a transposed product with a quantized weight is not implemented; keep it plain'
     )
   _check(x, w, transposed)
-  return _matmul(x, w, None, _Plan(policy, transposed))
+  return _matmul(x, w, None, None, _Plan(policy, transposed))
 
 
 def _obstacle(w: Projected) -> str | None:
   """Why a product with w can't be one of integers, None if it can."""
-  if not isinstance(w, QTensor):
+  if not isinstance(w, QTensor | Trained):
     return 'the weight is not quantized'
   if not w.scheme.numbers.is_integer:
     return f'the codes of {w.scheme} are no integers'
@@ -302,6 +428,11 @@ def _obstacle(w: Projected) -> str | None:
   return None
 
 
+def _is_at_rest(w: Projected) -> bool:
+  """Whether w is in few bits already."""
+  return isinstance(w, Decomposed | Trained) or (isinstance(w, QTensor) and not w.scheme.numbers.is_float)
+
+
 def _choose(w: Projected, integer: str) -> tuple[bool, str]:
   """Whether quantized inputs meet w as integers, and why not."""
   w = w.rest if isinstance(w, Decomposed) else w
@@ -310,7 +441,7 @@ def _choose(w: Projected, integer: str) -> tuple[bool, str]:
     raise UserError(f"integer = 'always', but {reason}; use int8:axis=channel, or integer = 'auto'")
   if integer == 'never':
     reason = "integer = 'never'"
-  elif integer == 'auto' and reason is None and isinstance(w, QTensor):
+  elif integer == 'auto' and reason is None and isinstance(w, QTensor | Trained):
     blocks = -(-w.inputs // w.scheme.block_of(w.inputs))
     reason = f'{blocks} blocks of a weight are slower as integers' if blocks > FEW_BLOCKS else None
   return reason is None, reason or ''
@@ -438,6 +569,20 @@ def _raise_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tup
 _raise.defvjp(_raise_fwd, _raise_bwd)
 
 
+def _check_backward(w: Projected, scheme: ActivationScheme, backward: Backward, path: str | None) -> None:
+  """Refuses integer gradients where there are no integers to multiply, or scales that differ within a sum."""
+  if backward.dx == 'int8':
+    reason = _obstacle(w)
+    if reason is None and isinstance(w, QTensor | Trained) and w.scheme.block_of(w.inputs) < w.inputs:
+      reason = f'{w.scheme} has several scales an output'
+    if reason is not None:
+      raise UserError(f"backward.dx = 'int8' for {path}: {reason}; use weights in int8:axis=channel")
+  if backward.dw == 'int8' and scheme.is_none and isinstance(w, Trained):
+    raise UserError(
+      f"backward.dw = 'int8' for {path}: its inputs are not quantized; use activations in int8:axis=token"
+    )
+
+
 def dot(
   x: jax.Array,
   w: Projected,
@@ -448,8 +593,10 @@ def dot(
   path: str | None = None,
   high: jax.Array | None = None,
   low: jax.Array | None = None,
+  weight_high: jax.Array | None = None,
+  rounding_key: jax.Array | None = None,
 ) -> jax.Array:
-  """y = x·w + s·(x·A)·B + bias in `policy.compute`.
+  """y = x·w + s·(x·A)·B + bias in `policy.compute`, or x·Q(w + s·A·B) + bias for a w that rules name.
 
   Args:
     x: [..., K].
@@ -462,6 +609,8 @@ def dot(
     path: where the projection is, such as 'layers/mlp/down/kernel', for `numerics.activations`.
     high: float32 [], the largest magnitude of x that a static scheme represents.
     low: x·A from `lower`, if it is there already; nothing is dropped from it.
+    weight_high: float32 in the shape of the scales, the ranges of a weight trained through its quantizer.
+    rounding_key: draws how gradients round to integers.
 
   Raises:
     UserError: a static scheme without `high`, or `integer = 'always'` where integers can't be multiplied.
@@ -469,8 +618,16 @@ def dot(
   policy = numerics.policy
   scheme = numerics.scheme_of(path)
   _check(x, w)
+  trained = numerics.trained_scheme_of(path)
+  if trained is not None and (adapter is not None or not _is_at_rest(w)):
+    assert not isinstance(w, Decomposed | Trained)
+    w = FakeQuantized(w, weight_high, adapter, trained, numerics.weight_gradient)
+    adapter = None
+  # A weight that only rests takes no part in training.
+  backward = numerics.backward if isinstance(w, Trained) else Backward()
+  _check_backward(w, scheme, backward, path)
   if scheme.is_none:
-    y = _matmul(x, w, None, _Plan(policy))
+    y = _matmul(x, w, None, rounding_key, _Plan(policy, backward=backward))
   else:
     if scheme.is_static and high is None:
       raise UserError(
@@ -478,7 +635,8 @@ def dot(
         f' it; calibrate first, or use {dataclasses.replace(scheme, is_static=False)}'
       )
     is_integer, _ = _choose(w, numerics.integer)
-    y = _matmul(x, w, high if scheme.is_static else None, _Plan(policy, False, scheme, is_integer))
+    plan = _Plan(policy, False, scheme, is_integer, numerics.activation_gradient, backward)
+    y = _matmul(x, w, high if scheme.is_static else None, rounding_key, plan)
   if adapter is not None and low is None:
     z = x
     if dropout_key is not None and adapter.dropout > 0:

@@ -74,8 +74,15 @@ def schedule(update: Update, total_steps: int) -> optax.Schedule:
   return _promoting(optax.join_schedules([rise, main], [update.warmup_steps]))
 
 
+def is_range(path: str) -> bool:
+  """Whether a leaf of what is trained is the range of a quantizer."""
+  return trees.is_match('(ranges|act)/.*|slices/.*/high', path)
+
+
 def _decays(tree: Tree) -> Tree:
-  return trees.map_with_path(lambda path, _: path.rsplit('/', 1)[-1] not in ('scale', 'bias'), tree)
+  return trees.map_with_path(
+    lambda path, _: path.rsplit('/', 1)[-1] not in ('scale', 'bias') and not is_range(path), tree
+  )
 
 
 def make(update: Update, total_steps: int) -> optax.GradientTransformation:

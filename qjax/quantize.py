@@ -111,6 +111,34 @@ def quantize(
   return trees.nest(variables)
 
 
+def input_ranges(
+  config: ModelConfig,
+  read: Reader,
+  rules: activations.Rules,
+  observer: str,
+  batches: list[dict[str, np.ndarray]],
+  progress: Callable[[int], None] = lambda layer: None,
+) -> dict[str, np.ndarray]:
+  """The largest inputs, float32 [L] by path, of the projections to which rules give a static scheme.
+
+  Found with plain weights and inputs, one layer's activations in memory at a time.
+
+  Raises:
+    UserError: an input holds a NaN, by path and layer.
+  """
+  scheme_of = activations.rules(rules)
+  static = [name for name in PROJECTIONS if scheme_of(f'layers/{PATHS[name]}').is_static]
+  recipe = Recipe('rtn', (), rules, observer)
+  walk = Walk(config, Numerics(policy()), read, batches)
+  found: dict[str, list[Any]] = {f'layers/{PATHS[name]}': [] for name in static}
+  for layer in walk.layers() if static else ():
+    for path, high in _ranges(walk, layer.params, static, recipe, scheme_of, layer.index).items():
+      found[f'layers/{path}'].append(high)
+    walk.apply({'params': layer.params})
+    progress(layer.index + 1)
+  return {path: np.asarray(each, np.float32) for path, each in found.items()}
+
+
 def _checked(read: Reader, kinds: Mapping[str, str]) -> Reader:
   """Reads float32 that holds no NaN and fits the dtype in which it will rest."""
 

@@ -185,9 +185,33 @@ def sensitivity_heatmap(record: Record, path: Path) -> None:
     record: 'paths', 'schemes' and 'kl' [paths][schemes] in nats a token.
     path: of the PNG.
   """
-  names, schemes = [_short(p) for p in record['paths']], record['schemes']
-  values = [[LEAST_KL if v is None else max(v, LEAST_KL) for v in row] for row in record['kl']]
-  figure, axes = _figure(3.2 + 1.2 * len(schemes), 1.6 + 0.32 * len(names))
+  names = [_short(p) for p in record['paths']]
+  _heatmap(names, record['schemes'], record['kl'], 'this part alone in this scheme', path)
+
+
+def layers_heatmap(record: Record, scheme: str, path: Path) -> None:
+  """Writes a PNG: KL in one scheme by layer and projection, of a record measured layer by layer.
+
+  Args:
+    record: as for `sensitivity_heatmap`, with paths such as 'layers/mlp/down/kernel[3]'.
+    scheme: among those of the record.
+    path: of the PNG.
+  """
+  column = record['schemes'].index(scheme)
+  grid: dict[str, dict[str, Any]] = {}
+  for item, row in zip(record['paths'], record['kl'], strict=True):
+    name, _, layer = item.removesuffix(']').partition('[')
+    grid.setdefault(layer, {})[_short(name)] = row[column]
+  names = list(next(iter(grid.values())))
+  values = [[row[name] for name in names] for row in grid.values()]
+  _heatmap([f'layer {layer}' for layer in grid], names, values, f'this matrix alone in {scheme}', path)
+
+
+def _heatmap(
+  names: Sequence[str], columns: Sequence[str], kl: Sequence[Sequence[Any]], title: str, path: Path
+) -> None:
+  values = [[LEAST_KL if v is None else max(v, LEAST_KL) for v in row] for row in kl]
+  figure, axes = _figure(3.2 + 1.2 * len(columns), 1.6 + 0.32 * len(names))
   from matplotlib.colors import LogNorm
 
   flat = [value for row in values for value in row]
@@ -197,11 +221,11 @@ def sensitivity_heatmap(record: Record, path: Path) -> None:
   for i, row in enumerate(values):
     for j, value in enumerate(row):
       shade = 'black' if norm(value) > 0.5 else 'white'
-      label = _text(None) if record['kl'][i][j] is None else f'{record["kl"][i][j]:.1e}'
+      label = _text(None) if kl[i][j] is None else f'{kl[i][j]:.1e}'
       axes.text(j, i, label, ha='center', va='center', color=shade, fontsize=8)
-  axes.set_xticks(range(len(schemes)), schemes, rotation=30, ha='right')
+  axes.set_xticks(range(len(columns)), columns, rotation=30, ha='right')
   axes.set_yticks(range(len(names)), names)
-  axes.set_title('this part alone in this scheme')
+  axes.set_title(title)
   figure.colorbar(image, label='mean KL [nats a token]')
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_bytes(_png(figure))

@@ -21,7 +21,7 @@ from qjax.data.pipeline import Dataset, DataSpec, eval_batches, train_iterator
 from qjax.errors import UserError
 from qjax.evaluate import Score
 from qjax.method import Method, Reader
-from qjax.models.loss import loss_sums
+from qjax.models.objective import LossSums, loss_sums
 from qjax.models.transformer import Transformer
 from qjax.precision import LossScale, is_all_finite
 from qjax.progress import Bar, stage
@@ -60,6 +60,7 @@ class Run:
   Attributes:
     meaning: what a checkpoint of this run stands for, as JSON; resuming with another is refused.
     shapes, read: the model file's parameters: shapes by path, and one array at a time.
+    input_ranges: finds the largest inputs of projections, float32 [L] by path, for static activation schemes.
   """
 
   workdir: Path
@@ -74,6 +75,7 @@ class Run:
   data: DataSpec
   mesh: Mesh
   loop: Loop
+  input_ranges: Callable[[], Mapping[str, Any]] = dict
 
 
 @jax.tree_util.register_dataclass
@@ -115,69 +117,101 @@ def init_state(run: Run, trainable: Tree) -> State:
   return State(jnp.zeros((), jnp.int32), trainable, tx.init(trainable), run.loss_scale)
 
 
-def gradients(
-    model: Transformer,
-    loss_scale: LossScale,
-    chunk: int,
-    trainable: Tree,
-    frozen: Tree,
-    batch: Arrays,
-    key: jax.Array | None,
-) -> tuple[Tree, jax.Array, jax.Array]:
-  """Unscaled float32 gradients of the batch's mean loss, and its summed nll and correct tokens.
+class Gradients(NamedTuple):
+  """Of a batch: unscaled float32 gradients of its mean objective; summed nll and correct tokens; `seen`."""
 
-  `batch` arrays are [micro-batches, rows, T]. Each micro-batch's sum is divided by the tokens of the whole
-  batch before its backward pass, so unequal micro-batches weigh exactly what their tokens weigh, and
-  half-precision gradients have the size of a mean.
+  tree: Tree
+  nll: jax.Array
+  correct: jax.Array
+  seen: Tree
+
+
+def gradients(
+  model: Transformer,
+  method: Method,
+  loss_scale: LossScale,
+  chunk: int,
+  trainable: Tree,
+  frozen: Tree,
+  batch: Arrays,
+  key: jax.Array,
+) -> Gradients:
+  """One backward pass a micro-batch; `batch` arrays are [micro-batches, rows, T].
+
+  Each micro-batch's sum is divided by the tokens of the whole batch before its backward pass, so unequal
+  micro-batches weigh exactly what their tokens weigh, and half-precision gradients have the size of a mean.
   """
   total = jnp.maximum(jnp.sum(batch['weights']), 1)
+  lora = method.trainable.lora
+  names = ['dropout'] if lora is not None and lora.dropout > 0 else []
+  names += ['rounding'] if model.numerics.backward.draws else []
+  with_seen = method.course.momentum is not None
 
-  def loss(trainable: Tree, micro: Arrays, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    dropout_key = None if key is None else jax.random.fold_in(key, index)
-    sums = loss_sums(model, trees.combine(trainable, frozen), micro, chunk, dropout_key)
-    return loss_scale.scale(sums.nll / total), (sums.nll, sums.correct)
+  def loss(trainable: Tree, micro: Arrays, index: jax.Array) -> tuple[jax.Array, LossSums]:
+    keys = jax.random.split(jax.random.fold_in(key, index), max(len(names), 1))
+    rngs = dict(zip(names, keys, strict=False)) or None
+    variables = trees.combine(trainable, frozen)
+    sums = loss_sums(model, variables, micro, chunk, rngs, method.distillation, with_seen)
+    return loss_scale.scale(sums.objective / total), sums
 
-  def one(micro: Arrays, index: jax.Array) -> tuple[Tree, jax.Array, jax.Array]:
-    grads, (nll, correct) = jax.grad(loss, has_aux=True)(trainable, micro, index)
-    return grads, nll, correct
+  def one(micro: Arrays, index: jax.Array) -> Gradients:
+    tree, sums = jax.grad(loss, has_aux=True)(trainable, micro, index)
+    return Gradients(tree, sums.nll, sums.correct, sums.seen)
+
+  def add(sum_: Gradients, x: Gradients) -> Gradients:
+    widened = jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sum_, x)
+    return widened._replace(seen=jax.tree.map(jnp.maximum, sum_.seen, x.seen))
 
   count = batch['weights'].shape[0]
+  first = {name: x[0] for name, x in batch.items()}
   if count == 1:
-    grads, nll, correct = one({name: x[0] for name, x in batch.items()}, jnp.zeros((), jnp.int32))
+    found = one(first, jnp.zeros((), jnp.int32))
   else:
+    like = jax.eval_shape(one, first, jnp.zeros((), jnp.int32))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+    steps = (dict(batch), jnp.arange(count))
+    found, _ = jax.lax.scan(lambda carry, step: (add(carry, one(*step)), None), zeros, steps)
+  grads = jax.tree.map(lambda x: x.astype(jnp.float32), loss_scale.unscale(found.tree))
+  return found._replace(tree=grads)
 
-    def body(carry: Any, step: tuple[Arrays, jax.Array]) -> tuple[Any, None]:
-      grads, nll, correct = one(*step)
-      return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), carry, (grads, nll, correct)), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trainable)
-    start = (zeros, jnp.zeros(()), jnp.zeros(()))
-    (grads, nll, correct), _ = jax.lax.scan(body, start, (dict(batch), jnp.arange(count)))
-  grads = jax.tree.map(lambda x: x.astype(jnp.float32), loss_scale.unscale(grads))
-  return grads, nll, correct
+def _follow(moved: Tree, seen: Tree, momentum: float) -> Tree:
+  """`moved` with each range of inputs a step of its moving average nearer to what was seen."""
+  latest = trees.flatten(seen)
+
+  def average(path: str, high: jax.Array) -> jax.Array:
+    if not path.startswith('act/'):
+      return high
+    return (momentum * high + (1 - momentum) * latest[path.removeprefix('act/')]).astype(high.dtype)
+
+  return trees.map_with_path(average, moved)
 
 
 def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
   """The pure function of one step: (state, frozen, batch, key) to the next state and its metrics."""
   tx = optim.make(method.update, loop.num_steps)
   rate = optim.schedule(method.update, loop.num_steps)
-  drops = method.trainable.lora is not None and method.trainable.lora.dropout > 0
+  course = method.course
 
   def step(state: State, frozen: Tree, batch: Arrays, key: jax.Array) -> tuple[State, StepMetrics]:
-    dropout_key, rounding_key = jax.random.split(jax.random.fold_in(key, state.step))
-    grads, nll, correct = gradients(
-        model,
-        state.loss_scale,
-        loop.loss_chunk,
-        state.trainable,
-        frozen,
-        batch,
-        dropout_key if drops else None,
-    )
+    step_key, rounding_key = jax.random.split(jax.random.fold_in(key, state.step))
+    found = gradients(
+        model, method, state.loss_scale, loop.loss_chunk, state.trainable, frozen, batch, step_key
+    )  # fmt: skip
+    grads, nll, correct = found.tree, found.nll, found.correct
     tokens = jnp.sum(batch['weights'])
     is_finite = is_all_finite(grads) & jnp.isfinite(nll)
     updates, optimizer = tx.update(grads, state.optimizer, state.trainable)
     moved = optim.apply(state.trainable, updates, method.update.rounding, rounding_key)
+    if course.momentum is not None:
+      moved = _follow(moved, found.seen, course.momentum)
+    if course.freeze_step is not None:
+      is_frozen = state.step >= course.freeze_step
+      moved = trees.map_with_path(
+          lambda path, new, old: jnp.where(is_frozen, old, new) if optim.is_range(path) else new,
+          moved,
+          state.trainable,
+      )
     # Finite gradients may still carry a weight past its dtype's largest value; that step is skipped too.
     is_finite = is_finite & is_all_finite(moved)
 
@@ -215,11 +249,17 @@ class Compiled(NamedTuple):
   seconds: float
 
 
-def compile_step(run: Run, state: Tree, frozen: Tree, batch: Arrays, key: Any) -> Compiled:
-  """Compiles the step for these arguments (arrays or shapes); the state's buffers are donated."""
+def compile_step(
+  run: Run, state: Tree, frozen: Tree, batch: Arrays, key: Any, is_quantizing: bool = True
+) -> Compiled:
+  """Compiles the step for these arguments (arrays or shapes); the state's buffers are donated.
+
+  `is_quantizing` is False for the steps before `Course.start_step`.
+  """
   start = time.monotonic()
+  model = run.model if is_quantizing else run.model.clone(numerics=run.model.numerics.plain)
   jitted = jax.jit(
-      make_step(run.model, run.method, run.loop),
+      make_step(model, run.method, run.loop),
       donate_argnums=0,
       out_shardings=(state_shardings(state, run.mesh), NamedSharding(run.mesh, PartitionSpec())),
   )
@@ -244,7 +284,8 @@ def prepare(run: Run, progress: Callable[[str], None] = lambda path: None) -> tu
     spec = sharding.spec_for(path, leaf.shape, run.mesh)
     return jax.device_put(leaf, NamedSharding(run.mesh, spec))
 
-  return run.method.prepare(run.shapes, run.read, jax.random.key(run.loop.seed), place, progress)
+  key = jax.random.key(run.loop.seed)
+  return run.method.prepare(run.shapes, run.read, key, place, progress, run.input_ranges())
 
 
 class Interrupted(Exception):
@@ -325,6 +366,8 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
     like = place_batch(_blank(run.data, shard), run.loop.accumulate, run.mesh)
     with stage('compiling the step'):
       compiled = compile_step(run, state, frozen, like, key)
+      start_step = run.method.course.start_step
+      early = compile_step(run, state, frozen, like, key, False) if done < start_step else compiled
     eval_step = evaluate.make_step(run.model, run.loop.loss_chunk)
     eval_spec = dataclasses.replace(run.data, batch_size=run.data.batch_size // run.loop.accumulate)
     held_out = eval_batches(run.dataset.eval, eval_spec, shard)
@@ -370,7 +413,8 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
       with Bar('training', run.loop.num_steps, done) as bar:
         while done < run.loop.num_steps:
           batch = place_batch(next(batches), run.loop.accumulate, run.mesh)
-          state, step_metrics = compiled.call(state, frozen, batch, key)
+          call = (early if done < start_step else compiled).call
+          state, step_metrics = call(state, frozen, batch, key)
           done += 1
           found_metrics = {name: x.item() for name, x in jax.device_get(step_metrics)._asdict().items()}
           metrics.write(done, 'train', found_metrics)
@@ -431,9 +475,11 @@ def measure(trainable: Tree, frozen: Tree, state: State) -> dict[str, int]:
   """Counts and bytes of what is held during training, from the arrays themselves."""
   lora = trainable.get('lora', {})
   trained_weights = {name: tree for name, tree in trainable.items() if name != 'lora'}
+  resting = {name: tree for name, tree in frozen.items() if name != 'teacher'}
   return {
       'trainable_parameters': sum(leaf.size for leaf in jax.tree.leaves(trainable)),
-      'weight_bytes': trees.nbytes(frozen) + trees.nbytes(trained_weights),
+      'weight_bytes': trees.nbytes(resting) + trees.nbytes(trained_weights),
+      'teacher_bytes': trees.nbytes(frozen.get('teacher', {})),
       'adapter_bytes': trees.nbytes(lora),
       'optimizer_bytes': trees.nbytes(state.optimizer),
   }

@@ -55,6 +55,7 @@ TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)}
   'qjax.evaluate': Row((*_below('optim'), *_names('sharding data'))),
   'qjax.generate': Row((*_below('optim'), *_names('sharding data'))),
   'qjax.walk': Row(_below('optim')),
+  'qjax.convert': Row(_below('optim')),
   'qjax.quantize': Row((*_below('optim'), *_names('data walk'))),
   'qjax.verification': Row((*_below('optim'), *_names('data io walk generate'))),
   'qjax.plan': Row((*LADDER, 'qjax.sharding')),

@@ -15,7 +15,7 @@ import pytest
 
 from qjax import records, train, trees
 from qjax.errors import UserError
-from qjax.models.loss import loss_sums
+from qjax.models.objective import loss_sums
 from qjax.precision import StaticLossScale
 from qjax.quant.qtensor import dequantize, expected_nbytes, is_qtensor
 from tests import small

@@ -12,9 +12,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from qjax import trees
 from qjax.adapters import Adapter
 from qjax.data.tokenizer import Tokenizer
 from qjax.errors import UserError
+from qjax.io.source import Source, fingerprint
 from qjax.models.config import ModelConfig, RopeScaling, parameter_shapes
 from qjax.quant import activations, qtensor
 from qjax.quant.qtensor import QTensor
@@ -34,6 +35,12 @@ from qjax.quant.qtensor import QTensor
 Tree = Any
 VERSION = 1
 MEANING, ARRAYS, TOKENIZER = 'model.json', 'model.safetensors', 'tokenizer.json'
+# What safetensors calls the dtypes; others go by their own name.
+_DTYPES = {
+  'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16', 'BOOL': 'bool',
+  'I64': 'int64', 'I32': 'int32', 'I16': 'int16', 'I8': 'int8',
+  'U64': 'uint64', 'U32': 'uint32', 'U16': 'uint16', 'U8': 'uint8',
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +115,7 @@ def save(model: QuantizedModel, directory: Path) -> int:
   arrays: dict[str, np.ndarray] = {}
   for path, leaf in leaves.items():
     for sub, array in trees.flatten(leaf).items():
-      arrays[f'{path}/{sub}' if sub else path] = np.asarray(array)
+      arrays[_name(path, sub)] = np.asarray(array)
   meaning: dict[str, Any] = {
     'version': VERSION,
     'config': dataclasses.asdict(model.config),
@@ -147,6 +154,80 @@ def load(directory: Path) -> QuantizedModel:
       of the shape and dtype that its scheme asks for; by path.
   """
   directory = Path(directory)
+  config, templates, rules, meaning = _description(directory)
+  leaf = _reader(directory / ARRAYS, templates)
+  flat = {path: jax.tree.map(jnp.asarray, leaf(path, None)) for path in templates}
+  return QuantizedModel(config, trees.nest(flat), rules, _tokenizer(directory, meaning), meaning['origin'])
+
+
+def source(directory: str | Path) -> Source:
+  """The model that `save` wrote as a model to start from; weights stay in their file until they are read.
+
+  A layer of a quantized weight is read as the float32 numbers that its codes stand for.
+
+  Raises:
+    UserError: as `load` of files that are missing or damaged (of the tokenizer `Source.require_tokenizer`
+      says it), and for a model that is more than its weights: with corrections or quantized activations.
+  """
+  directory = Path(directory)
+  config, templates, rules, meaning = _description(directory)
+  _refuse_more_than_weights(directory, templates, rules, meaning['origin'])
+  leaf = _reader(directory / ARRAYS, templates)
+  problem: str | None = None
+  try:
+    tokenizer = _tokenizer(directory, meaning)
+    if tokenizer is None:
+      problem = f'{directory} was saved without one'
+  except UserError as error:
+    tokenizer, problem = None, str(error)
+
+  def read(path: str, layer: int | None) -> np.ndarray:
+    value = leaf(f'params/{path}', layer)
+    if isinstance(value, np.ndarray):
+      return value
+    value = jax.tree.map(jnp.asarray, value)
+    dtype = jnp.dtype('float32')
+    return np.asarray(
+      qtensor.dequantize(value, dtype) if isinstance(value, QTensor) else value.dequantize(dtype)
+    )
+
+  mark = fingerprint([json.dumps(meaning, sort_keys=True).encode()], [directory / ARRAYS])
+  paths = tuple(parameter_shapes(config))
+  return Source(directory.resolve().name, config, tokenizer, paths, mark, read, problem)
+
+
+def _refuse_more_than_weights(
+  directory: Path, templates: Mapping[str, Any], rules: tuple[tuple[str, str], ...], origin: Any
+) -> None:
+  collections = {path.split('/')[0] for path in templates} - {'params'}
+  more = ['corrections (lora)'] if 'lora' in collections else []
+  if 'act' in collections or any(spelling != 'none' for _, spelling in rules):
+    more.append('quantized activations')
+  more += sorted(collections - {'lora', 'act'})
+  if not more:
+    return
+  match origin:
+    case {'config': {'model': {'path': str(name)}}} | {'name': str(name)}:
+      made_from = f', {name}'
+    case _:
+      made_from = ''
+  raise UserError(
+    f'{directory} is more than plain weights: its {" and ".join(more)} would be lost here; '
+    f'give the model that it was made from{made_from}'
+  )
+
+
+class _Description(NamedTuple):
+  """What model.json says, and all of it as it stands there."""
+
+  config: ModelConfig
+  templates: dict[str, Any]
+  activations: tuple[tuple[str, str], ...]
+  meaning: Mapping[str, Any]
+
+
+def _description(directory: Path) -> _Description:
+  """Parsed, and its weights held against its model."""
   try:
     meaning = json.loads((directory / MEANING).read_text(encoding='utf-8'))
     version = meaning['version']
@@ -157,7 +238,7 @@ def load(directory: Path) -> QuantizedModel:
     config = ModelConfig(**described, rope_scaling=None if scaling is None else RopeScaling(**scaling))
     templates = {path: _template(weight) for path, weight in meaning['weights'].items()}
     rules = tuple((pattern, spelling) for pattern, spelling in meaning['activations'])
-    origin = meaning['origin']
+    meaning['origin']
   except FileNotFoundError:
     raise UserError(f'{directory} holds no {MEANING}: it is no quantized model of ours') from None
   except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -167,36 +248,51 @@ def load(directory: Path) -> QuantizedModel:
   for path in sorted(wanted.keys() | found.keys()):
     if wanted.get(path) != found.get(path):
       raise UserError(f'{directory}: {path} is {found.get(path)}, its model asks for {wanted.get(path)}')
-  flat = _arrays(directory / ARRAYS, templates)
-  return QuantizedModel(config, trees.nest(flat), rules, _tokenizer(directory, meaning), origin)
+  return _Description(config, templates, rules, meaning)
 
 
-def _arrays(file: Path, templates: Mapping[str, Any]) -> dict[str, Any]:
-  """The leaves of the templates, filled from the file and checked against them."""
+def _reader(file: Path, templates: Mapping[str, Any]) -> Callable[[str, int | None], Any]:
+  """What reads the leaf at a path, or one layer of a stack, as NumPy arrays.
+
+  The file's header is held against the templates at once, its numbers when they are read.
+  """
   try:
-    arrays = safetensors.numpy.load_file(file)
+    arrays: Any = safetensors.safe_open(file, framework='numpy')
   except (OSError, safetensors.SafetensorError) as error:
     raise UserError(f'{file} cannot be read: {error}') from error
-  flat = {}
+  left = set(arrays.keys())
   for path, template in templates.items():
-
-    def fill(sub: str, like: jax.ShapeDtypeStruct, path: str = path) -> jax.Array:
-      name = f'{path}/{sub}' if sub else path
-      array = arrays.pop(name, None)
-      if array is None:
+    for sub, like in trees.flatten(template).items():
+      name = _name(path, sub)
+      if name not in left:
         raise UserError(f'{file}: {name} is missing')
-      if array.shape != like.shape or array.dtype != like.dtype:
+      left.remove(name)
+      view = arrays.get_slice(name)
+      dtype, shape = _DTYPES.get(view.get_dtype(), view.get_dtype()), tuple(view.get_shape())
+      if dtype != like.dtype.name or shape != like.shape:
         raise UserError(
-          f'{file}: {name} is {array.dtype} {array.shape}, its scheme asks for {like.dtype} {like.shape}'
+          f'{file}: {name} is {dtype} {shape}, its scheme asks for {like.dtype} {like.shape}'
         )
+  if left:
+    raise UserError(f'{file}: {min(left)} belongs to no weight of the model')
+
+  def leaf(path: str, layer: int | None) -> Any:
+    def fill(sub: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
+      del like
+      name = _name(path, sub)
+      array = arrays.get_tensor(name) if layer is None else arrays.get_slice(name)[layer]
       if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
         raise UserError(f'{file}: {name} holds a NaN or an infinity')
-      return jnp.asarray(array)
+      return array
 
-    flat[path] = trees.map_with_path(fill, template)
-  if arrays:
-    raise UserError(f'{file}: {min(arrays)} belongs to no weight of the model')
-  return flat
+    return trees.map_with_path(fill, templates[path])
+
+  return leaf
+
+
+def _name(path: str, sub: str) -> str:
+  """The array at `sub` of the leaf at `path`, as the file calls it."""
+  return f'{path}/{sub}' if sub else path
 
 
 def _tokenizer(directory: Path, meaning: Mapping[str, Any]) -> Tokenizer | None:

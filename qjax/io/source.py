@@ -15,7 +15,10 @@ from qjax.errors import UserError, nearest
 from qjax.models.config import ModelConfig, parameter_shapes
 
 EMBEDDED = 'embedded'
-_ACCEPTED = f"a .gguf file, a Hugging Face directory (config.json and safetensors), or '{EMBEDDED}'"
+_ACCEPTED = (
+  'a .gguf file, a Hugging Face directory (config.json and safetensors), a model that was saved here '
+  f"(model.json and safetensors), or '{EMBEDDED}'"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +74,11 @@ class Source:
 
 
 def load_source(path: str | Path) -> Source:
-  """The model at `path`: a `.gguf` file, a Hugging Face directory, or the word 'embedded'.
+  """The model at `path`: a `.gguf` file, a Hugging Face directory, one of `native.save`, or 'embedded'.
 
   Reads headers, configuration and tokenizer, not the weights. Raises `UserError` for anything else.
   """
-  from qjax.io import embedded, gguf, hf  # The readers build a Source, so they import this module.
+  from qjax.io import embedded, gguf, hf, native  # The readers build a Source, so they import this module.
 
   if str(path) == EMBEDDED:
     return gguf.load(embedded.fetch())
@@ -83,9 +86,12 @@ def load_source(path: str | Path) -> Source:
   if path.is_dir():
     if (path / 'config.json').is_file():
       return hf.load(path)
+    if (path / native.MEANING).is_file():
+      return native.source(path)
     files = sorted(path.glob('*.gguf'))
     hint = f' (it holds {", ".join(file.name for file in files)}; name the file)' if files else ''
-    raise UserError(f'the directory {path} has no config.json{hint}; accepted: {_ACCEPTED}')
+    missing = f'no config.json and no {native.MEANING}'
+    raise UserError(f'the directory {path} has {missing}{hint}; accepted: {_ACCEPTED}')
   if not path.exists():
     raise UserError(f'there is no model at {path}; accepted: {_ACCEPTED}')
   with open(path, 'rb') as file:

@@ -17,6 +17,8 @@ from qjax.adapters import Adapter
 from qjax.models.attention import AttentionKernel, attend
 from qjax.models.config import ModelConfig, RopeScaling
 from qjax.ops import Numerics
+from qjax.quant.fake import Patched, Slices
+from qjax.quant.qtensor import QTensor
 from qjax.remat import PROJECTION_OUT, named
 from qjax.sharding import BATCH_AXES, constrain
 
@@ -81,8 +83,10 @@ class Projection(nn.Module):
   """x·W (+ bias), W [in, out] plain or quantized, with the adapter that the 'lora' collection may hold.
 
   The collection 'act' holds the range of x, a float32 scalar, where `numerics.activations` asks for a static
-  one. A caller who runs a layer with the collection 'inputs' mutable finds x in it; static ranges that are
-  still missing are then no error, and x goes in as it is.
+  one, and 'ranges' those of a weight whose ranges learn. Where 'slices' holds some matrices of the stack,
+  'slots' says which of them takes the place of this layer's. A caller who runs a layer with the collection
+  'inputs' mutable finds x in it; static ranges that are still missing are then no error, and x goes in as it
+  is. With 'seen' mutable, the largest magnitude of x is found there.
   """
 
   features: int
@@ -102,22 +106,44 @@ class Projection(nn.Module):
     drops = adapter is not None and adapter.dropout > 0 and self.has_rng('dropout')
     key = self.make_rng('dropout') if drops else None
     high = self.get_variable('act', 'kernel') if self.has_variable('act', 'kernel') else None
-    path: str | None = '/'.join((*self.path, 'kernel')).removeprefix('layers/')
-    path = f'layers/{path}'  # also of a layer that runs by itself
+    weight_high = self.get_variable('ranges', 'kernel') if self.has_variable('ranges', 'kernel') else None
+    path: str | None = _path(self)
+    rounds = self.numerics.backward.draws and self.has_rng('rounding')
+    rounding_key = self.make_rng('rounding') if rounds else None
+    if self.is_mutable_collection('seen') and not self.is_initializing():
+      self.sow('seen', 'kernel', jnp.max(jnp.abs(x)).astype(jnp.float32), lambda old, new: new, lambda: 0)
     if self.is_mutable_collection('inputs') and not self.is_initializing():
       self.sow('inputs', 'kernel', x)
       if high is None and self.numerics.scheme_of(path).is_static:
         path = None
-    y = ops.dot(x, kernel, self.numerics, adapter, bias, key, path, high, low)
+    if self.has_variable('slices', 'kernel'):
+      assert isinstance(kernel, QTensor)
+      slices = Slices(**self.get_variable('slices', 'kernel'))
+      kernel = Patched(
+        kernel, slices, self.get_variable('slots', 'kernel'), self.numerics.weight_gradient
+      )
+    y = ops.dot(
+      x, kernel, self.numerics, adapter, bias, key, path, high, low, weight_high, rounding_key
+    )
     return named(y, PROJECTION_OUT)
+
+
+def _path(module: nn.Module, *names: str) -> str:
+  """The path of the kernel of a projection, also of one in a layer that runs by itself."""
+  return 'layers/' + '/'.join((*module.path, *names, 'kernel')).removeprefix('layers/')
 
 
 def lower_together(
   parent: nn.Module, names: Sequence[str], x: jax.Array, numerics: Numerics
 ) -> dict[str, jax.Array]:
-  """x·A for the adapters of those projections of `parent` that read x; {} if each drops inputs of its own."""
+  """x·A for the adapters of those projections of `parent` that read x; {} if each drops inputs of its own.
+
+  An adapter inside a quantizer is no product of its own.
+  """
   adapters: dict[str, Adapter] = {
-    name: parent.get_variable('lora', name)['kernel'] for name in names if parent.has_variable('lora', name)
+    name: parent.get_variable('lora', name)['kernel']
+    for name in names
+    if parent.has_variable('lora', name) and numerics.trained_scheme_of(_path(parent, name)) is None
   }
   if not adapters or (parent.has_rng('dropout') and any(a.dropout > 0 for a in adapters.values())):
     return {}

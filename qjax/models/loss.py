@@ -9,7 +9,6 @@ chunk's logits are computed again, turned into softmax − one-hot, and multipli
 4,096 is 34 MB.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,12 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from qjax.models.transformer import Transformer, head_of
 from qjax.ops import Weight, matmul, slice_of, take_rows
 from qjax.precision import Policy
 from qjax.quant.qtensor import QTensor
-
-Batch = Mapping[str, jax.Array]
 
 
 class TokenLosses(NamedTuple):
@@ -181,31 +177,3 @@ def token_losses(
   flat = hidden.reshape(-1, hidden.shape[-1])
   losses = _losses(flat, head, targets.reshape(-1), transposed, policy, chunk)
   return TokenLosses(losses.nll.reshape(targets.shape), losses.is_correct.reshape(targets.shape))
-
-
-class LossSums(NamedTuple):
-  """Sums over the trained targets of a batch, float32 scalars; a mean divides once, at the end."""
-
-  nll: jax.Array
-  correct: jax.Array
-  tokens: jax.Array
-
-
-def loss_sums(
-  model: Transformer, variables: Any, batch: Batch, chunk: int = 4096, dropout_key: jax.Array | None = None
-) -> LossSums:
-  """The sums over one batch.
-
-  Args:
-    model: the decoder.
-    variables: {'params': …} and perhaps 'lora'.
-    batch: 'tokens', 'targets', 'segments', 'positions' int32 and 'weights' float32, each [B, T].
-    chunk: most words of the vocabulary at a time.
-    dropout_key: for adapters that drop inputs; None in evaluation.
-  """
-  rngs = None if dropout_key is None else {'dropout': dropout_key}
-  hidden: Any = model.apply(variables, batch['tokens'], batch['segments'], batch['positions'], rngs=rngs)
-  head, transposed = head_of(model.config, variables['params'])
-  losses = token_losses(hidden, head, batch['targets'], model.numerics.policy, transposed, chunk)
-  weights = batch['weights']
-  return LossSums(jnp.sum(losses.nll * weights), jnp.sum(losses.is_correct * weights), jnp.sum(weights))

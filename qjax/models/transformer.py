@@ -83,8 +83,9 @@ class Transformer(nn.Module):
     x = constrain(x, BATCH_AXES, None, None)
     layers = nn.scan(
       Block,
-      variable_axes={'params': 0, 'lora': 0, 'act': 0},
-      split_rngs={'params': True, 'dropout': True},
+      variable_axes={'params': 0, 'lora': 0, 'act': 0, 'ranges': 0, 'slots': 0, 'seen': 0},
+      variable_broadcast='slices',
+      split_rngs={'params': True, 'dropout': True, 'rounding': True},
       in_axes=(nn.broadcast, nn.broadcast),
       length=c.num_layers,
     )(c, self.numerics, self.kernel, self.remat, name='layers')

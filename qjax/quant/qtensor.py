@@ -231,10 +231,16 @@ def over_outputs(per_column: jax.Array, scheme: Scheme, reduce: Any, fill: float
   return reduce(per_column.reshape(*lead, blocks, -1, width), axis=-1)
 
 
-def _absmax(w: jax.Array, scheme: Scheme) -> jax.Array:
+def absmax(w: jax.Array, scheme: Scheme) -> jax.Array:
   """The largest magnitude of what shares a scale, in the shape of the scales."""
   largest = jnp.max(jnp.abs(_blocks(w, scheme.block_of(w.shape[-2]))), axis=-2)
   return over_outputs(largest, scheme, jnp.max, 0.0)
+
+
+def sum_over(per_weight: jax.Array, scheme: Scheme) -> jax.Array:
+  """[..., K, N] summed over what shares a scale, in the shape of the scales."""
+  per_column = jnp.sum(_blocks(per_weight, scheme.block_of(per_weight.shape[-2])), axis=-2)
+  return over_outputs(per_column, scheme, jnp.sum, 0.0)
 
 
 def _range(w: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
@@ -289,7 +295,9 @@ def _unpack_blocks(packed: jax.Array, bits: int, block: int, k: int) -> jax.Arra
   return jnp.concatenate([codes, tail], axis=-2)
 
 
-def quantize(w: jax.Array, scheme: str | Scheme, clip: jax.Array | None = None) -> QTensor:
+def quantize(
+  w: jax.Array, scheme: str | Scheme, clip: jax.Array | None = None, high: jax.Array | None = None
+) -> QTensor:
   """The weight [..., K, N] (any floating dtype) at rest in a scheme.
 
   Values must be finite; `Method.prepare` refuses a NaN or an infinity with its path before it comes here.
@@ -299,6 +307,8 @@ def quantize(w: jax.Array, scheme: str | Scheme, clip: jax.Array | None = None) 
     scheme: a spelling, or parsed.
     clip: float32 in (0, 1], broadcastable to the scales [..., blocks, N]: the share of each block's range
       that is kept; values beyond saturate. None keeps all.
+    high: float32 in the shape of the scales: the largest magnitude that each block represents, whatever it
+      holds; for schemes without offsets, and without `clip`.
 
   Raises:
     UserError: the scheme is misspelt (with the grammar), or w has fewer than two axes.
@@ -308,7 +318,7 @@ def quantize(w: jax.Array, scheme: str | Scheme, clip: jax.Array | None = None) 
     raise UserError(f'a weight of shape {w.shape} has no [inputs, outputs] to quantize')
   if scheme.numbers.is_float:
     return QTensor(scheme.numbers.encode(w), None, None, scheme, w.shape[-2])
-  stored, offset = ranges(w, scheme, clip)
+  stored, offset = ranges(w, scheme, clip) if high is None else (scales_for(high, scheme), None)
   # Codes are chosen for the scale as it will be read back, not as it was computed.
   codes = encode(w, scheme, read_scales(stored), offset)
   return assemble(codes, stored, offset, scheme)
@@ -325,12 +335,23 @@ def ranges(
     low, high = _range(w, scheme)
     if clip is not None:
       low, high = low * clip, high * clip
-    scale = (high - low) / (2**numbers.bits - 1)
+    scale = _over(high - low, 2**numbers.bits - 1)
     offset = low  # in float32 whatever the scales: rounded to bfloat16 it could err by more than a step
   else:
-    largest = _absmax(w, scheme)
-    scale = (largest if clip is None else largest * clip) / numbers.largest
+    largest = absmax(w, scheme)
+    scale = _over(largest if clip is None else largest * clip, numbers.largest)
   return _scales_at_rest(scale, scheme), offset
+
+
+def scales_for(high: jax.Array, scheme: Scheme) -> Scales:
+  """Scales as they rest for the largest magnitudes float32 [..., blocks, N] that they are to represent."""
+  assert not scheme.asymmetric, 'an offset needs two bounds'
+  return _scales_at_rest(_over(high, scheme.numbers.largest), scheme)
+
+
+def _over(x: jax.Array, number: float) -> jax.Array:
+  """x / number, rounded alike in every program: XLA would multiply a single x by the inverse."""
+  return x / jax.lax.optimization_barrier(jnp.float32(number))
 
 
 def _scales_at_rest(scale: jax.Array, scheme: Scheme) -> Scales:

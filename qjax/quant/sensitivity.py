@@ -1,7 +1,7 @@
 """What each part of a model loses in each scheme, and the cheapest choice of schemes that fits a budget.
 
 An item is whatever gets one scheme: a path such as 'layers/mlp/down/kernel' (a stack holds all layers of a
-projection in one array and one scheme), or a pair (layer, path) where layers may differ. The choice is the
+projection in one array and one scheme), or a pair (path, layer) where layers may differ. The choice is the
 multiple-choice knapsack problem (Kellerer, Pferschy & Pisinger 2004, "Knapsack Problems", ch. 11).
 """
 
@@ -195,14 +195,14 @@ def allocate(
   return Allocation(schemes, cost, size, min(bound, cost))
 
 
-def by_path(table: Mapping[tuple[int, str], Mapping[str, float]]) -> dict[str, dict[str, float]]:
-  """Costs or bytes by (layer, path), summed over layers: where a stack has one scheme for all its layers.
+def by_path(table: Mapping[tuple[str, Any], Mapping[str, float]]) -> dict[str, dict[str, float]]:
+  """Costs or bytes by (path, layer), summed over layers: where a stack has one scheme for all its layers.
 
   Raises:
     UserError: the layers of a path offer different schemes.
   """
   summed: dict[str, dict[str, float]] = {}
-  for (layer, path), values in table.items():
+  for (path, layer), values in table.items():
     into = summed.setdefault(path, dict.fromkeys(values, 0))
     if set(into) != set(values):
       raise UserError(f'{path} layer {layer} offers {sorted(values)}, layers before it {sorted(into)}')
@@ -219,7 +219,7 @@ def rules(allocation: Allocation[Any]) -> tuple[tuple[str, str], ...]:
   """
   found: dict[str, str] = {}
   for item, scheme in allocation.schemes.items():
-    path = item if isinstance(item, str) else item[1]
+    path = item if isinstance(item, str) else item[0]
     if found.setdefault(path, scheme) != scheme:
       raise UserError(
         f'{path} has layers in {found[path]} and in {scheme}, but one stack holds one scheme; allocate by '
@@ -232,6 +232,53 @@ def with_default(given: Sequence[tuple[str, str]]) -> tuple[str, tuple[tuple[str
   """The most frequent scheme of some rules, and the rules of those that have another."""
   default = collections.Counter(scheme for _, scheme in given).most_common(1)[0][0]
   return default, tuple(rule for rule in given if rule[1] != default)
+
+
+_LAYER = re.compile(r'(.*)\[(\d+)\]')
+
+
+def layer_item(path: str, layer: int) -> str:
+  """The name of one layer of a stack in a record, 'layers/mlp/down/kernel[3]'."""
+  return f'{path}[{layer}]'
+
+
+def worst_slices(
+  found: 'Sensitivity', scheme: str, shapes: Mapping[str, tuple[int, ...]], budget: int
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+  """The matrices whose KL in a scheme adds up to most within a budget of parameters, by `allocate`.
+
+  Args:
+    found: measured layer by layer.
+    scheme: a spelling among those measured.
+    shapes: of the model's parameters, by path.
+    budget: parameters.
+
+  Returns:
+    (path of a stack, layers in order), in the order of the record.
+
+  Raises:
+    UserError: the scheme was not measured, or no single layers, or the budget holds no matrix.
+  """
+  if scheme not in found.schemes:
+    raise UserError(f'the record has no costs in {scheme}; it has {", ".join(found.schemes)}')
+  parts = {item: match for item in found.paths if (match := _LAYER.fullmatch(item))}
+  if not parts:
+    raise UserError('the record was not measured layer by layer; run experiments.sensitivity --each_layer')
+  costs = found.costs('kl')
+  size = {item: int(np.prod(shapes[match[1]][1:])) for item, match in parts.items()}
+  # To leave a matrix costs what it loses, to train it costs room.
+  chosen = allocate(
+    {item: {'rests': max(costs[item][scheme], 0.0), 'moves': 0.0} for item in parts},
+    {item: {'rests': 0, 'moves': size[item]} for item in parts},
+    budget,
+  )
+  layers: dict[str, list[int]] = {}
+  for item, match in parts.items():
+    if chosen.schemes[item] == 'moves':
+      layers.setdefault(match[1], []).append(int(match[2]))
+  if not layers:
+    raise UserError(f'a budget of {budget} parameters holds no matrix; the least has {min(size.values())}')
+  return tuple((path, tuple(sorted(found))) for path, found in layers.items())
 
 
 # ---- records -----------------------------------------------------------------------------------------------

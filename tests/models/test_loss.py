@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qjax.models import loss
 from qjax.models.config import ModelConfig
 from qjax.models.loss import TokenLosses, token_losses
+from qjax.models.objective import loss_sums
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import Policy, policy
@@ -202,7 +202,7 @@ def test_sums_are_over_trained_targets() -> None:
   trained = rng.random(batch['weights'].shape) < 0.5
   batch['weights'] = np.where(trained, batch['weights'], np.float32(0))
   model = Transformer(config, Numerics(F32), 'full')
-  sums = loss.loss_sums(model, {'params': params}, batch, chunk=20)
+  sums = loss_sums(model, {'params': params}, batch, chunk=20)
   nll = correct = 0.0
   for segment, ids in enumerate(documents, 1):
     here = batch['weights'][batch['segments'] == segment]

@@ -18,6 +18,7 @@ from qjax.io.source import params as read_params
 from qjax.models import loss, transformer
 from qjax.models.config import ModelConfig, RopeScaling, parameter_shapes
 from qjax.models.layers import silu_gate
+from qjax.models.objective import loss_sums
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import policy
@@ -153,7 +154,7 @@ def test_gradients_are_the_oracles(options: dict[str, Any], remat: str) -> None:
   model = make(config, remat)
 
   def total(params: Any) -> jax.Array:
-    return loss.loss_sums(model, {'params': params}, batch, chunk=40).nll
+    return loss_sums(model, {'params': params}, batch, chunk=40).nll
 
   value, gradient = jax.jit(jax.value_and_grad(total))(params)
   wide = widen(params)
@@ -266,7 +267,7 @@ def measure(remat: str) -> Measured:
   model, params = make(DEEP, remat), random_params(DEEP)
   row = row_of([random_ids(2, 40), random_ids(3, 19)], 2, 4)
   batch = {name: x.repeat(4, 0) for name, x in row.items()}
-  total = lambda params, batch: loss.loss_sums(model, {'params': params}, batch, chunk=40).nll
+  total = lambda params, batch: loss_sums(model, {'params': params}, batch, chunk=40).nll
   compiled = jax.jit(jax.value_and_grad(total)).lower(params, batch).compile()
   return Measured(*compiled(params, batch), compiled.memory_analysis().temp_size_in_bytes)
 
@@ -369,7 +370,7 @@ def test_half_precision_gradients_point_where_float32_gradients_do(half: str, re
     def nll(params: Any) -> jax.Array:
       batch = {'tokens': tokens, 'targets': np.roll(tokens, -1, 1), 'segments': np.ones_like(tokens)}
       batch |= {'positions': place, 'weights': np.full(tokens.shape, 1 / 32, np.float32)}
-      return loss.loss_sums(model, {'params': params}, batch).nll
+      return loss_sums(model, {'params': params}, batch).nll
 
     found = trees.flatten(jax.jit(jax.grad(nll))(params))
     return {path: np.asarray(g, np.float64) for path, g in found.items()}

@@ -130,18 +130,18 @@ def test_rules_match_their_paths_alone():
 
 
 def test_layers_of_a_stack_share_a_scheme():
-  costs = {(layer, path): {'a': layer + 1.0, 'b': 2.5} for layer in range(2) for path in ('p', 'q')}
+  costs = {(path, layer): {'a': layer + 1.0, 'b': 2.5} for layer in range(2) for path in ('p', 'q')}
   nbytes = {item: {'a': 1, 'b': 1} for item in costs}
   mixed = allocate(costs, nbytes, 4)
   assert mixed.schemes == dict.fromkeys(costs, 'a')
   assert rules(mixed) == (('p', 'a'), ('q', 'a'))
-  costs[1, 'q'] = {'a': 9.0, 'b': 2.5}
+  costs['q', 1] = {'a': 9.0, 'b': 2.5}
   with pytest.raises(UserError, match='q has layers in a and in b'):
     rules(allocate(costs, nbytes, 4))
   assert by_path(costs) == {'p': {'a': 3.0, 'b': 5.0}, 'q': {'a': 10.0, 'b': 5.0}}
   assert rules(allocate(by_path(costs), by_path(nbytes), 4)) == (('p', 'a'), ('q', 'b'))
   with pytest.raises(UserError, match='p layer 1 offers'):
-    by_path({(0, 'p'): {'a': 1.0}, (1, 'p'): {'b': 1.0}})
+    by_path({('p', 0): {'a': 1.0}, ('p', 1): {'b': 1.0}})
 
 
 def _record():

@@ -1,0 +1,57 @@
+"""Turns a run of experiments.train into a model at rest that computes what training computed.
+
+  python -m experiments.convert --run=runs/qat_int4
+  python -m experiments.verify --config=configs/verify.py --config.candidate=runs/qat_int4/model
+
+Weights that were trained through their quantizer become its codes, with adapters inside the quantizer merged;
+other weights and adapters stay as they are. <run>/model receives safetensors, their description with where
+they came from, and the tokenizer.
+"""
+
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from experiments import cli
+from qjax import build, checkpoint, convert, records, train, trees
+from qjax.errors import UserError
+from qjax.io import native
+from qjax.io.source import load_source
+from qjax.progress import stage
+from qjax.records import human_bytes
+
+_RUN = flags.DEFINE_string('run', None, 'Working directory of a run of experiments.train.', required=True)
+_OUT = flags.DEFINE_string('out', None, 'Where the model goes; <run>/model if not given.')
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  workdir = Path(_RUN.value)
+  out = Path(_OUT.value) if _OUT.value else workdir / 'model'
+  native.refuse_existing(out)
+  record = records.read_record(workdir)
+  if record is None:
+    raise UserError(f'{workdir} holds no {records.RECORD}: it is no working directory of a run')
+  run = build.run(ConfigDict(record['config']), workdir)
+  if changed := checkpoint.differences(record['meaning'], run.meaning):
+    raise UserError(f'{workdir} was trained on something else than is there now:\n  ' + '\n  '.join(changed))
+  with stage('reading the model'):
+    trainable, frozen = train.prepare(run)
+  saved = checkpoint.Checkpoints(workdir / 'checkpoints', run.meaning)
+  step = saved.best_step
+  trainable = saved.best(trainable)
+  saved.close()
+  with stage(f'converting step {step}'):
+    variables = convert.convert(run.method, trees.combine(trainable, frozen), run.shapes)
+  source = load_source(record['config']['model']['path'])
+  origin = {'run': str(workdir), 'step': step, 'config': record['config'], 'meaning': record['meaning']}
+  numerics = run.method.numerics
+  model = native.QuantizedModel(source.config, variables, numerics.activations, source.tokenizer, origin)
+  nbytes = native.save(model, out)
+  print(f'{out}: step {step}, {human_bytes(nbytes)} of {human_bytes(4 * source.config.num_parameters)}')
+  return 0
+
+
+if __name__ == '__main__':
+  cli.run(main)

@@ -1,0 +1,80 @@
+"""From what training holds to a model at rest that computes the same.
+
+A weight that was trained through its quantizer becomes the codes that its products saw, an adapter inside the
+quantizer goes into them, slices go into their stack, and ranges of inputs stay beside the weights. Adapters
+that were not inside a quantizer stay adapters.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qjax import adapters, storage, trees
+from qjax.method import Method
+from qjax.quant import fake
+from qjax.quant.fake import FakeQuantized
+from qjax.quant.formats import Scheme
+from qjax.quant.qtensor import QTensor, is_qtensor
+
+Tree = Any
+
+_quantized = jax.jit(FakeQuantized.quantized)
+_slice_quantized = jax.jit(fake.quantized, static_argnums=2)
+
+
+def convert(
+  method: Method,
+  variables: Tree,
+  shapes: Mapping[str, tuple[int, ...]],
+  progress: Callable[[str], None] = lambda path: None,
+) -> Tree:
+  """{'params': …} and perhaps 'lora' and 'act' of the model at rest, one layer's weights in memory at a time.
+
+  Args:
+    method: that trained.
+    variables: what moved and what rested, combined.
+    shapes: of every parameter, by path.
+    progress: called with each parameter's path before it is converted.
+  """
+  params = trees.flatten(variables['params'], is_qtensor)
+  lora = trees.flatten(variables.get('lora', {}), adapters.is_adapter)
+  ranges = trees.flatten(variables.get('ranges', {}))
+  slices = trees.flatten(variables.get('slices', {}))
+  layers_of = dict(method.trainable.slices)
+  found: dict[str, Any] = {}
+  for path in shapes:
+    progress(path)
+    is_projection = trees.is_match(storage.PROJECTIONS, path)
+    scheme = method.numerics.trained_scheme_of(path) if is_projection else None
+    leaf, adapter = params[path], lora.get(path)
+    is_at_rest = isinstance(leaf, QTensor) and not leaf.scheme.numbers.is_float
+    if path in layers_of:
+      leaf = _patched(leaf, slices[f'{path}/w'], slices.get(f'{path}/high'), layers_of[path])
+    elif scheme is not None and (adapter is not None or not is_at_rest):
+      leaf = _merged(leaf, ranges.get(path), adapter, scheme, method.numerics.weight_gradient)
+      lora.pop(path, None)
+    found[f'params/{path}'] = leaf
+  found |= {f'lora/{path}': adapter for path, adapter in lora.items()}
+  found |= {f'act/{path}': high for path, high in trees.flatten(variables.get('act', {})).items()}
+  return trees.nest(found)
+
+
+def _merged(
+  stack: Any, high: jax.Array | None, adapter: adapters.Adapter | None, scheme: Scheme, gradient: str
+) -> QTensor:
+  """A stack of weights as the products saw them, layer by layer."""
+  each = []
+  for layer in range(stack.shape[0]):
+    base, own_high, own = jax.tree.map(lambda x, layer=layer: x[layer], (stack, high, adapter))
+    each.append(_quantized(FakeQuantized(base, own_high, own, scheme, gradient)))
+  return jax.tree.map(lambda *layers: jnp.stack(layers), *each)
+
+
+def _patched(rest: QTensor, w: jax.Array, high: jax.Array | None, layers: tuple[int, ...]) -> QTensor:
+  """A stack at rest with the slices that moved in their places."""
+  for slot, layer in enumerate(layers):
+    new = _slice_quantized(w[slot], None if high is None else high[slot], rest.scheme)
+    rest = jax.tree.map(lambda stack, own, layer=layer: stack.at[layer].set(own), rest, new)
+  return rest
