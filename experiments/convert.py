@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
   with stage(f'converting step {step}'):
     variables = convert.convert(run.method, trees.combine(trainable, frozen), run.shapes)
   source = load_source(record['config']['model']['path'])
-  origin = {'run': str(workdir), 'step': step, 'config': record['config'], 'meaning': record['meaning']}
+  what = {'name': source.name, 'fingerprint': source.fingerprint, 'run': str(workdir), 'step': step}
+  origin = what | {name: record[name] for name in ('config', 'meaning', 'trained')}
   numerics = run.method.numerics
   model = native.QuantizedModel(source.config, variables, numerics.activations, source.tokenizer, origin)
   nbytes = native.save(model, out)

@@ -375,7 +375,7 @@ def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
   return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(attention))
 
 
-def meaning(fields: Fields, source: Source, dataset: pipeline.Dataset) -> dict[str, Any]:
+def meaning(fields: Fields, method: Method, source: Source, dataset: pipeline.Dataset) -> dict[str, Any]:
   """What a checkpoint stands for: everything that changes a number, and nothing else."""
   config = {key: value for key, value in dataclasses.asdict(fields).items() if key not in COSMETIC}
   config['model'].pop('path')
@@ -383,6 +383,7 @@ def meaning(fields: Fields, source: Source, dataset: pipeline.Dataset) -> dict[s
   config['data'].pop('eval_path')
   return json.loads(json.dumps({
       'config': config,
+      'slices': method.trainable.slices,
       'model': dataclasses.asdict(source.config) | {'fingerprint': source.fingerprint},
       'data': {'train': dataset.train.fingerprint, 'held_out': dataset.eval.fingerprint},
   }))  # fmt: skip
@@ -437,8 +438,8 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
       fields.seed,
   )
   return train.Run(
-      workdir, config.to_dict(), meaning(fields, source, dataset), model, method, shapes, source.read, scale,
-      dataset, spec, mesh, loop, partial(_input_ranges, fields, source, dataset, spec),
+      workdir, config.to_dict(), meaning(fields, method, source, dataset), model, method, shapes, source.read,
+      scale, dataset, spec, mesh, loop, partial(_input_ranges, fields, source, dataset, spec),
   )  # fmt: skip
 
 
@@ -568,6 +569,8 @@ def adapters_of(workdir: Path, source: Source) -> Any:
   if meaning['model']['fingerprint'] != source.fingerprint:
     raise UserError(f'{workdir} trained another model than {source.name}')
   lora, precise = meaning['config']['lora'], meaning['config']['precision']
+  if meaning['config']['method'] == 'qat_lora':
+    raise UserError(f'the adapters of {workdir} act inside a quantizer; experiments.convert merges them')
   if lora is None:
     raise UserError(f'{workdir} trained no adapters, but by the method {meaning["config"]["method"]!r}')
   dtype = jnp.dtype(precise['param'])

@@ -136,6 +136,8 @@ class Method:
     trees.match_rules(n.activations, projections, 'qat.activations', is_partial=True)
     if self.trainable.lora is not None:
       adapters.targets(self.trainable.lora, shapes)
+    elif not self.trainable.slices:
+      trees.select(self.trainable.pattern, [f'params/{path}' for path in paths], 'trainable')
     for path, layers in self.trainable.slices:
       if path not in projections or not all(0 <= layer < shapes[path][0] for layer in layers):
         raise UserError(f'targeted: {path} layers {layers} are no projections of this model')

@@ -346,7 +346,12 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
     saved = checkpoint.Checkpoints(run.workdir / 'checkpoints', run.meaning)
     restored = saved.restore(state.trainable, dataclasses.replace(state, trainable=()))
     # Only now, because a run that is refused leaves the record of the one that it was refused for.
-    record.update(status='running', sizes=sizes, kernels=kernels_used(run), unsplit=unsplit)
+    trained = {path: list(leaf.shape) for path, leaf in trees.flatten(state.trainable).items()}
+    slices = {path: list(layers) for path, layers in run.method.trainable.slices}
+    record.update(
+        status='running', sizes=sizes, kernels=kernels_used(run), unsplit=unsplit,
+        trained={'leaves': trained, 'layers': slices},
+    )  # fmt: skip
     history: dict[str, Any] = {'seconds': 0.0}
     shard = (jax.process_index(), jax.process_count())
     batches = train_iterator(run.dataset.train, run.data, shard)

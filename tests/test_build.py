@@ -88,7 +88,7 @@ def test_a_field_that_may_be_none_still_has_a_type():
   ('more', 'message'),
   [
     ({'method': 'loraa'}, "did you mean 'lora'"),
-    ({'method': 'full'}, 'remove them'),
+    ({'method': 'full'}, 'takes no section lora; remove it'),
     ({'precision__compute': 'float16'}, "needs a loss scale.*'dynamic'"),
     ({'precision__accum': 'bfloat16', 'precision__compute': 'float32'}, 'narrower'),
     ({'precision__param': 'float16', 'precision__rounding': 'stochastic'}, 'stochastic'),
@@ -109,7 +109,7 @@ def test_parts_that_do_not_fit_each_other_are_refused(directory: Path, more: dic
 
 
 def test_full_needs_no_sections_and_lora_needs_both():
-  with pytest.raises(UserError, match='needs the sections lora and storage'):
+  with pytest.raises(UserError, match='needs the section storage'):
     config = changed()
     del config.storage
     build.method_of(build.read(config))

@@ -118,3 +118,32 @@ def test_a_forward_pass_is_timed_and_explained(directory: Directory) -> None:
     '--weights=int4:block=16', '--logits=last',
   )  # fmt: skip
   assert 'fake: x as int8:axis=token' in printed and 'blocks of a weight are slower as integers' in printed
+
+
+def test_the_worst_matrices_are_trained_and_converted(directory: Directory) -> None:
+  where = directory.path / 'each'
+  printed = directory.run(
+    'sensitivity', f'--model={directory.model}', f'--text={directory.text}', '--max_tokens=256',
+    '--each_layer', '--schemes=int4:axis=channel', '--bits=5', f'--workdir={where}',
+  )  # fmt: skip
+  assert 'layers/mlp/down/kernel' in printed
+  found = json.loads((where / 'sensitivity.json').read_text())
+  assert len(found['paths']) == 7 * small.CONFIG.num_layers
+  assert (where / 'heatmap-int4-axis-channel.png').stat().st_size > 5000
+  run, data = directory.path / 'targeted', small.write_data(directory.path / 'data.jsonl')
+  settings = small.overrides(directory.path, num_steps=2, optimizer__warmup_steps=0, data__path=data)
+  train = [
+    'train', '--config=configs/targeted.py', f'--workdir={run}',
+    f'--config.targeted.record={where / "sensitivity.json"}',
+    *(f'--config.{name}={value}' for name, value in settings.items()),
+  ]  # fmt: skip
+  assert 'holds no matrix' in directory.run(*train, '--config.targeted.budget=0.001', status=2)
+  directory.run(*train)
+  trained = json.loads((run / 'record.json').read_text())['trained']
+  assert trained['layers'] and all(path.startswith('slices/') for path in trained['leaves'])
+  assert 'step ' in directory.run('convert', f'--run={run}')
+  assert 'exists' in directory.run('convert', f'--run={run}', status=2)
+  assert 'no working directory of a run' in directory.run('convert', f'--run={where}', status=2)
+  lax = {'nll_difference': 1e9, 'kl_mean': 1e9, 'kl_p99': 1e9, 'top1': 0, 'output_sqnr_db': -1e9}
+  lax |= dict.fromkeys(('output_channel_drop_db', 'weight_channel_drop_db', 'weight_matrix_drop_db'), 1e9)
+  assert 'PASSED' in directory.verify('targeted', *(f'--config.thresholds.{k}={v}' for k, v in lax.items()))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from qjax.models.loss import _chunk_logits, _chunks
+from qjax.models.loss import chunk_logits, chunks
 from qjax.ops import Weight, matmul
 from qjax.precision import Policy
 from qjax.quant.qtensor import QTensor
@@ -49,12 +49,12 @@ def _forward(
   temperature: float,
   chunk: int,
 ) -> tuple[jax.Array, _Totals]:
-  count, size = _chunks(head.shape[0 if transposed else 1], chunk)
+  count, size = chunks(head.shape[0 if transposed else 1], chunk)
 
   def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
     s_largest, s_total, t_largest, t_total, apart = carry
-    student, is_new, _, _ = _chunk_logits(hidden, head, transposed, policy, index, size)
-    teacher, _, _, _ = _chunk_logits(teacher_hidden, teacher_head, transposed, policy, index, size)
+    student, is_new, _, _ = chunk_logits(hidden, head, transposed, policy, index, size)
+    teacher, _, _, _ = chunk_logits(teacher_hidden, teacher_head, transposed, policy, index, size)
     student = jnp.where(is_new, student / temperature, -jnp.inf)
     teacher = jnp.where(is_new, teacher / temperature, -jnp.inf)
     # As seen from the largest logits, which are `shift` apart: of what both have in common, however large,
@@ -124,14 +124,14 @@ def _kl_bwd(
   if isinstance(g, SymbolicZero) or (is_needed is None and is_trained is None):
     return None, None, None, None
   axis = 0 if transposed else 1
-  count, size = _chunks(head.shape[axis], chunk)
+  count, size = chunks(head.shape[axis], chunk)
   # Gradients accumulate over chunks in float32 whatever the dtypes of the operands.
   wide = hidden.astype(jnp.float32)
 
   def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
     d_hidden, d_head = carry
-    student, is_new, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
-    teacher, _, _, _ = _chunk_logits(teacher_hidden, teacher_head, transposed, policy, index, size)
+    student, is_new, start, part = chunk_logits(hidden, head, transposed, policy, index, size)
+    teacher, _, _, _ = chunk_logits(teacher_hidden, teacher_head, transposed, policy, index, size)
     p = jnp.exp(student / temperature - totals.student[:, None])
     q = jnp.exp(teacher / temperature - totals.teacher[:, None])
     d_logits = jnp.where(is_new, (p - q) * (temperature * g)[:, None], 0)

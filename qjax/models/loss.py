@@ -34,13 +34,13 @@ class TokenLosses(NamedTuple):
   is_correct: jax.Array
 
 
-def _chunks(vocab: int, chunk: int) -> tuple[int, int]:
+def chunks(vocab: int, chunk: int) -> tuple[int, int]:
   """Number of chunks and their size; the last one overlaps its neighbour if they don't divide evenly."""
   count = -(-vocab // min(chunk, vocab))
   return count, -(-vocab // count)
 
 
-def _chunk_logits(
+def chunk_logits(
   hidden: jax.Array, head: Weight, transposed: bool, policy: Policy, index: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, Weight]:
   """One chunk: logits float32 [tokens, size]; which words are new in it; start; the head's part."""
@@ -75,11 +75,11 @@ def _forward(
   chunk: int,
   with_pull: bool,
 ) -> tuple[TokenLosses, _Residual]:
-  count, size = _chunks(head.shape[0 if transposed else 1], chunk)
+  count, size = chunks(head.shape[0 if transposed else 1], chunk)
 
   def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
     rival, others, target, pull = carry
-    logits, is_new, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
+    logits, is_new, start, part = chunk_logits(hidden, head, transposed, policy, index, size)
     column = targets - start
     is_target = jnp.arange(size) == column[:, None]
     here = (column >= 0) & (column < size) & is_new[jnp.clip(column, 0, size - 1)]
@@ -134,7 +134,7 @@ def _losses_bwd(
     d_hidden = g.nll[:, None] * (found.pull - found.share[:, None] * push)
     return d_hidden.astype(hidden.dtype), None, None
   axis = 0 if transposed else 1
-  count, size = _chunks(head.shape[axis], chunk)
+  count, size = chunks(head.shape[axis], chunk)
   assert not isinstance(head, QTensor)  # what is trained is plain
   dtype = head.dtype
   # Gradients accumulate over chunks in float32 whatever the dtypes of the operands.
@@ -142,7 +142,7 @@ def _losses_bwd(
 
   def body(carry: Any, index: jax.Array) -> tuple[Any, None]:
     d_hidden, d_head = carry
-    logits, is_new, start, part = _chunk_logits(hidden, head, transposed, policy, index, size)
+    logits, is_new, start, part = chunk_logits(hidden, head, transposed, policy, index, size)
     is_target = start + jnp.arange(size) == targets[:, None]
     d_logits = (jnp.exp(logits - found.log_total[:, None]) - is_target.astype(jnp.float32)) * g.nll[:, None]
     d_logits = jnp.where(is_new, d_logits, 0)

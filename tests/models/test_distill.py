@@ -206,8 +206,8 @@ def test_half_precision(transposed: bool, name: str) -> None:
   assert (np.abs(found_hidden[0].astype(jnp.float32) - d_hidden) <= bound).all()
   bound = 2**-9 * 4 * np.abs(weights[0]).sum() * np.abs(arrays[0]).max() + 2**-8 * np.abs(d_head)
   assert (np.abs(found_head.astype(jnp.float32) - d_head) <= bound).all()
-  # Against the unrounded: products are off by 2⁻⁹ at most for each factor, half of that on average and of either
-  # sign; 17 of size 0.5 make 0.005 a logit. KL moves by T · (2 + 8) times that at worst, as above.
+  # Against the unrounded: products are off by 2⁻⁹ at most for each factor, half of that on average and of
+  # either sign; 17 of size 0.5 make 0.005 a logit. KL moves by T · (2 + 8) times that at worst, as above.
   exact, _, _ = plain(*arrays, weights, transposed, 2.0)
   np.testing.assert_allclose(found[0], exact, rtol=0, atol=0.1)
   assert np.abs(found[0] - exact).mean() < 0.01
