@@ -147,3 +147,19 @@ def test_the_worst_matrices_are_trained_and_converted(directory: Directory) -> N
   lax = {'nll_difference': 1e9, 'kl_mean': 1e9, 'kl_p99': 1e9, 'top1': 0, 'output_sqnr_db': -1e9}
   lax |= dict.fromkeys(('output_channel_drop_db', 'weight_channel_drop_db', 'weight_matrix_drop_db'), 1e9)
   assert 'PASSED' in directory.verify('targeted', *(f'--config.thresholds.{k}={v}' for k, v in lax.items()))
+
+
+def test_recovery_is_measured_and_goes_on(directory: Directory) -> None:
+  settings = small.overrides(directory.path, num_steps=2, optimizer__warmup_steps=0)
+  small.write_data(directory.path / 'data.jsonl')
+  del settings['model.path']
+  given = ['recovery', '--only=qat_int4,full', f'--workdir={directory.path / "recovery"}']
+  first = [f'--set={name}={value}' for name, value in settings.items()]
+  directory.run(*given, *first, f'--model={directory.model}')
+  rows = json.loads((directory.path / 'recovery/table.json').read_text())['rows']
+  assert [row['row'] for row in rows] == ['qat_int4', 'full']
+  assert rows[0]['share'].endswith('%') and 'share' not in rows[1]
+  assert rows[0]['float'] == rows[1]['float'] != rows[1]['trained']
+  again = directory.run(*given, *first, f'--model={directory.model}')
+  assert 'holds this run, finished' in again
+  assert "did you mean 'targeted'" in directory.run('recovery', '--only=targetted', status=2)
