@@ -90,6 +90,7 @@ def add_qat(config: ConfigDict) -> None:
   config.qat.rules = ()  # ((pattern over projections, scheme or none), …) that go first
   config.qat.activations = ()  # ((pattern over projections, scheme), …), such as (('.*', 'int8:axis=token'),)
   config.qat.weight_gradient = 'ste'  # ste | lsq | pact: straight through; ranges learn, in one of two ways
+  config.qat.weight_rounding = 'nearest'  # in training: nearest | stochastic (integers)
   # Of static activation schemes: ste | lsq | pact | average (ranges follow a moving average of what is seen).
   config.qat.activation_gradient = 'ste'
   config.qat.momentum = 0.9  # of that average

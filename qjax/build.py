@@ -117,6 +117,7 @@ class QatFields:
   rules: tuple[tuple[str, str], ...]
   activations: tuple[tuple[str, str], ...]
   weight_gradient: str
+  weight_rounding: str
   activation_gradient: str
   momentum: float
   start_step: int
@@ -309,6 +310,7 @@ def _numerics(fields: Fields) -> Numerics:
     q.activations,
     weights=weights,
     weight_gradient=q.weight_gradient,
+    weight_rounding=q.weight_rounding,
     activation_gradient=inputs,
     backward=Backward(**dataclasses.asdict(q.backward)),
   )

@@ -68,7 +68,7 @@ def _merged(
   each = []
   for layer in range(stack.shape[0]):
     base, own_high, own = jax.tree.map(lambda x, layer=layer: x[layer], (stack, high, adapter))
-    each.append(_quantized(FakeQuantized(base, own_high, own, scheme, gradient)))
+    each.append(_quantized(FakeQuantized(base, own_high, own, None, scheme, gradient)))
   return jax.tree.map(lambda *layers: jnp.stack(layers), *each)
 
 

@@ -104,7 +104,8 @@ class Numerics:
     weights: (pattern over a projection's path, scheme or 'none') for weights that are trained through their
       quantizer, first match wins. An adapter of such a weight is inside the quantizer.
     weight_gradient: how their gradient passes, and whether ranges learn; a name in `fake.GRADIENTS`.
-    activation_gradient: the same for static activation schemes.
+    weight_rounding: how such weights are rounded in training, 'nearest' or 'stochastic' (integers alone).
+    activation_gradient: the same as `weight_gradient` for static activation schemes.
     backward: in which numbers gradients are multiplied.
   """
 
@@ -114,6 +115,7 @@ class Numerics:
   integer: str = 'auto'
   weights: Rules = ()
   weight_gradient: str = 'ste'
+  weight_rounding: str = 'nearest'
   activation_gradient: str = 'ste'
   backward: Backward = Backward()
 
@@ -125,9 +127,12 @@ class Numerics:
     if self.integer not in INTEGER:
       raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, INTEGER)}')
     activations.rules(self.activations)
-    for name in ('weight_gradient', 'activation_gradient'):
-      if (value := getattr(self, name)) not in fake.GRADIENTS:
-        raise UserError(f'{name} = {value!r} is not known{nearest(value, fake.GRADIENTS)}')
+    gradients, roundings = fake.GRADIENTS, ROUNDINGS
+    for name, known in (
+      ('weight_gradient', gradients), ('activation_gradient', gradients), ('weight_rounding', roundings)
+    ):  # fmt: skip
+      if (value := getattr(self, name)) not in known:
+        raise UserError(f'{name} = {value!r} is not known{nearest(value, known)}')
     for pattern, spelling in self.weights:
       scheme = None if spelling == 'none' else parse_scheme(spelling)
       if scheme is not None and scheme.asymmetric and self.weight_gradient in fake.LEARNED:
@@ -135,6 +140,8 @@ class Numerics:
           f'weights: {pattern!r} wants {spelling!r} with ranges that learn, but an offset does not; '
           "use a scheme without asym, or 'ste'"
         )
+      if scheme is not None and not scheme.numbers.is_integer and self.weight_rounding == 'stochastic':
+        raise UserError(f'weights: {spelling!r} cannot be rounded at random; only integers can')
 
   @property
   def used(self) -> str:
@@ -142,9 +149,16 @@ class Numerics:
     return 'xla' if self.implementation == 'auto' else self.implementation
 
   @property
+  def draws(self) -> bool:
+    """Whether training needs random numbers."""
+    return self.backward.draws or self.weight_rounding == 'stochastic'
+
+  @property
   def plain(self) -> 'Numerics':
     """The same with nothing quantized on the way."""
-    return dataclasses.replace(self, activations=(), weights=(), backward=Backward())
+    return dataclasses.replace(
+      self, activations=(), weights=(), backward=Backward(), weight_rounding='nearest'
+    )
 
   def scheme_of(self, path: str | None) -> ActivationScheme:
     """How the inputs of the projection at `path` are quantized; None is no projection."""
@@ -610,7 +624,8 @@ def dot(
     high: float32 [], the largest magnitude of x that a static scheme represents.
     low: x·A from `lower`, if it is there already; nothing is dropped from it.
     weight_high: float32 in the shape of the scales, the ranges of a weight trained through its quantizer.
-    rounding_key: draws how gradients round to integers.
+    rounding_key: draws how weights and gradients round to integers; None (evaluation) rounds weights to
+      nearest.
 
   Raises:
     UserError: a static scheme without `high`, or `integer = 'always'` where integers can't be multiplied.
@@ -621,7 +636,10 @@ def dot(
   trained = numerics.trained_scheme_of(path)
   if trained is not None and (adapter is not None or not _is_at_rest(w)):
     assert not isinstance(w, Decomposed | Trained)
-    w = FakeQuantized(w, weight_high, adapter, trained, numerics.weight_gradient)
+    weight_key = None
+    if numerics.weight_rounding == 'stochastic' and rounding_key is not None:
+      weight_key, rounding_key = jax.random.split(rounding_key)
+    w = FakeQuantized(w, weight_high, adapter, weight_key, trained, numerics.weight_gradient)
     adapter = None
   # A weight that only rests takes no part in training.
   backward = numerics.backward if isinstance(w, Trained) else Backward()

@@ -144,7 +144,7 @@ def gradients(
   total = jnp.maximum(jnp.sum(batch['weights']), 1)
   lora = method.trainable.lora
   names = ['dropout'] if lora is not None and lora.dropout > 0 else []
-  names += ['rounding'] if model.numerics.backward.draws else []
+  names += ['rounding'] if model.numerics.draws else []
   with_seen = method.course.momentum is not None
 
   def loss(trainable: Tree, micro: Arrays, index: jax.Array) -> tuple[jax.Array, LossSums]:

@@ -16,7 +16,7 @@ from qjax.precision import policy
 from qjax.quant import fake
 from qjax.quant.fake import FakeQuantized
 from qjax.quant.formats import parse_scheme
-from qjax.quant.qtensor import QTensor, dequantize, quantize
+from qjax.quant.qtensor import QTensor, dequantize, quantize, spread
 
 PATH = 'layers/mlp/down/kernel'
 K, N, M = 67, 29, 13
@@ -41,7 +41,7 @@ def adapter(rank: int = 4) -> Adapter:
 
 
 def converted(w: jax.Array | QTensor, low_rank: Adapter | None, weights: str) -> QTensor:
-  return jax.jit(FakeQuantized.quantized)(FakeQuantized(w, None, low_rank, parse_scheme(weights)))
+  return jax.jit(FakeQuantized.quantized)(FakeQuantized(w, None, low_rank, None, parse_scheme(weights)))
 
 
 class TestConversion:
@@ -182,6 +182,30 @@ class TestGradients:
     assert f'f32[{K},{N}] = dot_general' not in str(jaxpr)
 
 
+class TestStochasticRounding:
+  @pytest.mark.parametrize('weights', ['int4:axis=channel', 'int4:block=32,asym', 'int2:block=32'])
+  def test_weights_are_right_on_average_and_in_evaluation_nearest(self, weights: str):
+    how = numerics(weights, weight_rounding='stochastic')
+    w, x = draw(K, N, seed=1), jnp.eye(K)
+    nearest = ops.dot(x, w, how, path=PATH)
+    np.testing.assert_array_equal(nearest, ops.dot(x, w, numerics(weights), path=PATH))
+    keys = jax.random.split(jax.random.key(0), 400)
+    drawn = jax.jit(jax.vmap(lambda key: ops.dot(x, w, how, path=PATH, rounding_key=key)))(keys)
+    q = quantize(w, weights)
+    step = np.asarray(spread(q.scales, q.scheme, K, N))
+    assert np.all(np.abs(drawn - w) <= step * 1.0001)
+    # Errors have a standard deviation of at most half a step; five of the mean's are met once in 900 runs.
+    assert np.all(np.abs(np.mean(drawn, axis=0) - w) <= 5 * step / 2 / np.sqrt(len(keys)) + 1e-6)
+    assert np.any(drawn[0] != nearest)
+
+  def test_the_gradient_sees_the_same_weights(self):
+    how, key = numerics('int4:axis=channel', weight_rounding='stochastic'), jax.random.key(3)
+    w, g = draw(K, N, seed=1), draw(M, N, seed=2)
+    w_hat = ops.dot(jnp.eye(K), w, how, path=PATH, rounding_key=key)
+    dx = jax.grad(lambda x: jnp.sum(g * ops.dot(x, w, how, path=PATH, rounding_key=key)))(draw(M, K))
+    np.testing.assert_allclose(dx, jnp.matmul(g, w_hat.T, precision='highest'), rtol=1e-4, atol=1e-4)
+
+
 class TestIntegerBackward:
   """Both products against the float ones: the error is that of rounding gradients to 127 levels."""
 
@@ -252,6 +276,8 @@ class TestIntegerBackward:
     (dict(weights=(('.*', 'int5'),)), 'int5'),
     (dict(weights=(('.*', 'int4:block=32,asym'),), weight_gradient='lsq'), 'without asym'),
     (dict(weight_gradient='lqs'), "mean 'lsq'"),
+    (dict(weight_rounding='random'), 'weight_rounding'),
+    (dict(weights=(('.*', 'nf4'),), weight_rounding='stochastic'), 'only integers'),
     (dict(activation_gradient='pakt'), "mean 'pact'"),
   ],
 )

@@ -108,7 +108,7 @@ class Projection(nn.Module):
     high = self.get_variable('act', 'kernel') if self.has_variable('act', 'kernel') else None
     weight_high = self.get_variable('ranges', 'kernel') if self.has_variable('ranges', 'kernel') else None
     path: str | None = _path(self)
-    rounds = self.numerics.backward.draws and self.has_rng('rounding')
+    rounds = self.numerics.draws and self.has_rng('rounding')
     rounding_key = self.make_rng('rounding') if rounds else None
     if self.is_mutable_collection('seen') and not self.is_initializing():
       self.sow('seen', 'kernel', jnp.max(jnp.abs(x)).astype(jnp.float32), lambda old, new: new, lambda: 0)

@@ -107,9 +107,22 @@ def _through_bwd(
 through.defvjp(_through_fwd, _through_bwd)
 
 
-def quantized(w: jax.Array, high: jax.Array | None, scheme: Scheme) -> QTensor:
-  """w [..., K, N] at rest, in its own range or a given one, in training as after conversion."""
-  return qtensor.quantize(w, scheme, high=None if high is None else usable(high))
+def quantized(
+  w: jax.Array, high: jax.Array | None, scheme: Scheme, key: jax.Array | None = None
+) -> QTensor:
+  """w [..., K, N] at rest, in its own range or a given one, in training as after conversion.
+
+  With a key integers are rounded up or down at random, so that their mean is w.
+  """
+  high = None if high is None else usable(high)
+  if key is None:
+    return qtensor.quantize(w, scheme, high=high)
+  assert scheme.numbers.is_integer, 'the caller has refused tables'
+  stored, offset = qtensor.ranges(w, scheme) if high is None else (qtensor.scales_for(high, scheme), None)
+  scale = qtensor.read_scales(stored)
+  share = jax.random.uniform(key, w.shape, jnp.float32, -0.5, 0.5)
+  noise = share * qtensor.spread(scale, scheme, *w.shape[-2:])
+  return qtensor.assemble(qtensor.encode(w + noise, scheme, scale, offset), stored, offset, scheme)
 
 
 def first_range(w: jax.Array, scheme: Scheme) -> jax.Array:
@@ -128,11 +141,13 @@ class FakeQuantized:
     correction: what is added to the base before quantizing; None is nothing.
     scheme: in which it is multiplied.
     gradient: a name in `GRADIENTS`.
+    key: draws how it is rounded; None is to nearest.
   """
 
   base: jax.Array | QTensor
   high: jax.Array | None
   correction: Any
+  key: jax.Array | None
   scheme: Scheme = dataclasses.field(metadata={'static': True})
   gradient: str = dataclasses.field(default='ste', metadata={'static': True})
 
@@ -157,7 +172,7 @@ class FakeQuantized:
 
   def quantized(self) -> QTensor:
     """The weight at rest, as conversion stores it."""
-    return quantized(self.value(), self.high, self.scheme)
+    return quantized(self.value(), self.high, self.scheme, self.key)
 
   def pull(self, g: jax.Array) -> 'FakeQuantized':
     """Gradients of base, ranges and correction for g = dL/dW [K, N] of the quantized weight W."""
@@ -171,7 +186,7 @@ class FakeQuantized:
     _, back = jax.vjp(values, *parts) if is_plain else jax.vjp(partial(values, parts[0]), *parts[1:])
     found: Any = back(g.astype(jnp.float32))
     base, high, correction = found if is_plain else (None, *found)
-    return dataclasses.replace(self, base=base, high=high, correction=correction)
+    return dataclasses.replace(self, base=base, high=high, correction=correction, key=None)
 
 
 @jax.tree_util.register_dataclass
