@@ -335,7 +335,7 @@ def ranges(
     low, high = _range(w, scheme)
     if clip is not None:
       low, high = low * clip, high * clip
-    scale = _over(high - low, 2**numbers.bits - 1)
+    scale = (high - low) / (2**numbers.bits - 1)
     offset = low  # in float32 whatever the scales: rounded to bfloat16 it could err by more than a step
   else:
     largest = absmax(w, scheme)
