@@ -19,6 +19,7 @@ def get_config() -> ConfigDict:
   common.add_storage(config)
   config.storage.projections = 'int4:axis=channel'
   common.add_qat(config)
+  config.qat.weights = 'none'  # their scheme is that of storage
   config.qat.weight_gradient = 'lsq'
   config.targeted = ConfigDict()
   config.targeted.record = 'runs/sensitivity/sensitivity.json'

@@ -8,6 +8,7 @@ other weights and adapters stay as they are. <run>/model receives safetensors, t
 they came from, and the tokenizer.
 """
 
+import dataclasses
 from pathlib import Path
 
 from absl import flags
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
   run = build.run(ConfigDict(record['config']), workdir)
   if changed := checkpoint.differences(record['meaning'], run.meaning):
     raise UserError(f'{workdir} was trained on something else than is there now:\n  ' + '\n  '.join(changed))
+  run = dataclasses.replace(run, method=dataclasses.replace(run.method, distillation=None))  # no teacher
   with stage('reading the model'):
     trainable, frozen = train.prepare(run)
   saved = checkpoint.Checkpoints(workdir / 'checkpoints', run.meaning)
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
     variables = convert.convert(run.method, trees.combine(trainable, frozen), run.shapes)
   source = load_source(record['config']['model']['path'])
   what = {'name': source.name, 'fingerprint': source.fingerprint, 'run': str(workdir), 'step': step}
-  origin = what | {name: record[name] for name in ('config', 'meaning', 'trained')}
+  origin = what | {name: record.get(name) for name in ('config', 'meaning', 'trained')}
   numerics = run.method.numerics
   model = native.QuantizedModel(source.config, variables, numerics.activations, source.tokenizer, origin)
   nbytes = native.save(model, out)

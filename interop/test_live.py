@@ -21,8 +21,9 @@ from qjax.adapters import Adapter, LoraSpec
 from qjax.data import templates
 from qjax.io import embedded, hf
 from qjax.io.source import Source, load_source, params
-from qjax.models import loss, transformer
+from qjax.models import transformer
 from qjax.models.config import ModelConfig
+from qjax.models.objective import loss_sums
 from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import policy
@@ -254,7 +255,7 @@ def test_lora_steps_are_those_of_peft(rule: Any, tmp_path: Path) -> None:
   @jax.jit
   def value_and_gradient(lora: Any) -> Any:
     def mean(lora: Any) -> jax.Array:
-      sums = loss.loss_sums(ours, {'params': weights, 'lora': lora}, batch, chunk=40)
+      sums = loss_sums(ours, {'params': weights, 'lora': lora}, batch, chunk=40)
       return sums.nll / sums.tokens
 
     return jax.value_and_grad(mean)(lora)

@@ -142,8 +142,10 @@ class Method:
       if path not in projections or not all(0 <= layer < shapes[path][0] for layer in layers):
         raise UserError(f'targeted: {path} layers {layers} are no projections of this model')
       scheme = storage.scheme_of(kinds[path], path)
-      if scheme is None or (scheme.asymmetric and n.weight_gradient in fake.LEARNED):
-        raise UserError(f'targeted: {path} rests in {kinds[path]}; give it a scheme without asym')
+      if scheme is None or scheme.numbers.is_float:
+        raise UserError(f'targeted: {path} rests in {kinds[path]}, which quantizes nothing')
+      if scheme.asymmetric and n.weight_gradient in fake.LEARNED:
+        raise UserError(f'targeted: {path} rests in {kinds[path]}, whose offsets cannot learn')
     return kinds
 
   def static_inputs(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -320,6 +322,28 @@ def qlora(
   return lora(numerics, update, spec, projections, embeddings, rules, name='qlora')
 
 
+def _check_numerics(numerics: Numerics, course: Course, *, moves_weights: bool) -> None:
+  """Refuses settings that would do nothing.
+
+  Raises:
+    UserError: naming them.
+  """
+  backward = numerics.backward
+  if not moves_weights and 'int8' in (backward.dx, backward.dw):
+    raise UserError("qat.backward wants integers, but no weight is quantized; set qat.weights")
+  is_static = any(spelling.endswith('static') for _, spelling in numerics.activations)
+  if not is_static and (numerics.activation_gradient in fake.LEARNED or course.momentum is not None):
+    raise UserError(
+      "qat.activation_gradient moves ranges of static schemes, but no activation has one; use 'ste', or "
+      "qat.activations = (('.*', 'int8:axis=tensor,static'),)"
+    )
+  if course.freeze_step is not None and course.freeze_step <= course.start_step:
+    raise UserError(
+      f'qat.freeze_step = {course.freeze_step} is not after qat.start_step = {course.start_step}: '
+      'no range would move'
+    )
+
+
 def _moving_ranges(numerics: Numerics, course: Course) -> str:
   """The pattern of the ranges that move, to be put behind another one."""
   weights = '|ranges/.*' if numerics.weight_gradient in fake.LEARNED else ''
@@ -337,6 +361,7 @@ def qat(
   """
   if not numerics.weights and not numerics.activations:
     raise UserError("qat quantizes nothing: give qat.weights or qat.activations, or use method = 'full'")
+  _check_numerics(numerics, course, moves_weights=bool(numerics.weights))
   pattern = 'params/.*' + _moving_ranges(numerics, course)
   return Method('qat', (('.*', PARAM),), numerics, Trainable(pattern), update, course, distillation)
 
@@ -368,6 +393,9 @@ def qat_lora(
   """
   if not numerics.weights:
     raise UserError("qat_lora needs qat.weights, the schemes of the merged weights; or use method = 'lora'")
+  _check_numerics(numerics, course, moves_weights=True)
+  if spec.dropout > 0:
+    raise UserError('lora.dropout: an adapter inside a quantizer has no inputs of its own; set it to 0')
   stored = storage.rules(projections, embeddings, rules)
   pattern = 'lora/.*' + _moving_ranges(numerics, course)
   return Method('qat_lora', stored, numerics, Trainable(pattern, spec), update, course, distillation)
@@ -402,10 +430,17 @@ def targeted(
   """
   if train not in ('weights', 'ranges'):
     raise UserError(f"targeted.train = {train!r} is not known{nearest(train, ('weights', 'ranges'))}")
+  if numerics.weights:
+    raise UserError("targeted: schemes are those of storage; set qat.weights = 'none' and qat.rules = ()")
+  _check_numerics(numerics, course, moves_weights=True)
+  if numerics.weight_rounding != 'nearest' or course.start_step:
+    raise UserError(
+      "targeted rounds to nearest, from the first step: qat.weight_rounding = 'nearest', qat.start_step = 0"
+    )
   learns = numerics.weight_gradient in fake.LEARNED
   if train == 'ranges' and not learns:
     raise UserError("targeted.train = 'ranges' needs ranges that learn; set qat.weight_gradient to 'lsq'")
   part = 'slices/.*' if train == 'weights' else 'slices/.*/high'
   stored = storage.rules(projections, embeddings, rules)
-  trainable = Trainable(part + _moving_ranges(numerics, course), slices=slices)
+  trainable = Trainable(part + _moving_ranges(numerics, course).replace('|ranges/.*', ''), slices=slices)
   return Method('targeted', stored, numerics, trainable, update, course, distillation)

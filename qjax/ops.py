@@ -21,6 +21,7 @@ products of the input's gradient in int8; Xi et al. 2024, "Jetfire", both).
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from pallas_kernels.low_bit_matmul import tpu as low_bit
+from pallas_kernels.low_bit_matmul.layout import Layout
 from qjax import trees
 from qjax.adapters import Adapter
 from qjax.errors import UserError, nearest
@@ -43,8 +46,13 @@ from qjax.remat import LOW_RANK, named
 Weight = jax.Array | QTensor
 Projected = Weight | Decomposed | Trained  # what a projection may hold
 
-# Implementations of the product by name, with what each is. 'auto' takes the first that serves.
-IMPLEMENTATIONS = {'xla': 'dequantize, then dot_general, compiled by XLA'}
+# Implementations of products with a weight in few bits, by name. 'auto' is 'pallas' on a TPU where the kernel
+# serves (`kernel_obstacle`), else 'xla'.
+IMPLEMENTATIONS = {
+  'xla': 'dequantize, then dot_general, compiled by XLA',
+  'pallas': 'decoded tile by tile in a TPU kernel, no dequantized weight in memory',
+  'pallas_interpret': 'the same kernel, interpreted, which is slow and for tests',
+}
 
 # Whether quantized inputs meet integer weights as integers.
 INTEGER = {
@@ -145,8 +153,10 @@ class Numerics:
 
   @property
   def used(self) -> str:
-    """The implementation that runs."""
-    return 'xla' if self.implementation == 'auto' else self.implementation
+    """The implementation that runs where it can serve."""
+    if self.implementation != 'auto':
+      return self.implementation
+    return 'pallas' if jax.default_backend() == 'tpu' else 'xla'
 
   @property
   def draws(self) -> bool:
@@ -181,6 +191,7 @@ class _Plan:
   is_integer: bool = False
   gradient: str = 'ste'
   backward: Backward = Backward()
+  implementation: str = 'auto'
 
 
 def contract(
@@ -257,6 +268,47 @@ def _operand(w: Projected, dtype: jnp.dtype) -> jax.Array:
   return dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
 
 
+def kernel_obstacle(w: QTensor, compute: jnp.dtype) -> str | None:
+  """Why the TPU kernel can't multiply w in `compute`, None if it can."""
+  numbers = w.scheme.numbers
+  if numbers.bits not in (8, 4, 2) or numbers.dtype is not None:
+    return f'codes of {w.scheme} are not of 8, 4 or 2 bits with a table or integers'
+  if compute not in (jnp.bfloat16, jnp.float32):
+    return f'a TPU has no products in {compute}'
+  if w.scheme.granularity == 'tile':
+    return 'scales of tiles are not implemented'
+  mesh = jax.sharding.get_abstract_mesh()
+  if not mesh.empty and mesh.size > 1:
+    return 'the kernel is not split over devices'
+  try:
+    low_bit.check(_layout(w))
+  except NotImplementedError as error:
+    return str(error)
+  return None
+
+
+def _layout(w: QTensor) -> Layout:
+  scheme, numbers = w.scheme, w.scheme.numbers
+  bias = 0 if scheme.asymmetric else numbers.bias
+  return Layout(w.inputs, scheme.block_of(w.inputs), numbers.bits, numbers.levels, bias)
+
+
+def _resting_product(x: jax.Array, w: QTensor, plan: _Plan, kernel: Callable[..., jax.Array]) -> jax.Array:
+  """x · w, or x · wᵀ where the kernel is `matmul_transposed`, by the implementation of the plan."""
+  policy, name = plan.policy, plan.implementation
+  is_named = name in ('pallas', 'pallas_interpret')
+  if is_named or (name == 'auto' and jax.default_backend() == 'tpu'):
+    obstacle = kernel_obstacle(w, policy.compute)
+    if obstacle is None:
+      flat, interpret = x.reshape(-1, x.shape[-1]), name == 'pallas_interpret'
+      y = kernel(flat, w.codes, w.scales, w.offset, _layout(w), interpret=interpret)
+      return y.reshape(*x.shape[:-1], y.shape[-1]).astype(policy.accum)
+    if is_named:
+      raise NotImplementedError(f'kernels = {name!r}: {obstacle}; use kernels = auto')
+  axis = 0 if kernel is low_bit.matmul else 1
+  return contract(x, _operand(w, policy.compute), ((x.ndim - 1,), (axis,)), policy.accum)
+
+
 def _integer_contract(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
   """int8 [..., K] times int8 [K, N] as int32 [..., N], exactly for K up to `SAFE_TERMS`."""
 
@@ -303,6 +355,8 @@ def _product(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) ->
     return _integer_product(x, w, scheme, high).astype(policy.accum)
   if not scheme.is_none:
     x = activations.fake(x, scheme, high)
+  if isinstance(w, QTensor) and not plan.transposed:
+    return _resting_product(x.astype(policy.compute), w, plan, low_bit.matmul)
   x, w = x.astype(policy.compute), _operand(w, policy.compute)
   return contract(x, w, ((x.ndim - 1,), (1 if plan.transposed else 0,)), policy.accum)
 
@@ -362,6 +416,8 @@ def _input_gradient(g: jax.Array, w: Projected, key: jax.Array | None, plan: _Pl
     sums = contract(codes, w.unpacked(), ((g.ndim - 1,), (1,)), jnp.dtype('int32'))
     return (sums.astype(jnp.float32) * g_scale).astype(policy.accum)
   g = g.astype(policy.compute)
+  if isinstance(w, QTensor) and not plan.transposed:
+    return _resting_product(g, w, plan, low_bit.matmul_transposed)
   axis = 0 if plan.transposed else 1
   return contract(g, _operand(w, policy.compute), ((g.ndim - 1,), (axis,)), policy.accum)
 
@@ -372,7 +428,8 @@ def _weight_gradient(
   """xᵀ·g [K, N] in `policy.accum` for x [..., K], quantized as the plan says, and g [..., N]."""
   policy, scheme = plan.policy, plan.scheme
   g_rows = g.reshape(-1, g.shape[-1])
-  if plan.backward.dw == 'int8' and not plan.transposed and not scheme.is_none:
+  is_safe = len(g_rows) <= SAFE_TERMS
+  if plan.backward.dw == 'int8' and is_safe and not plan.transposed and not scheme.is_none:
     codes, x_scale = activations.encode(x.reshape(-1, x.shape[-1]), scheme, high)
     g_codes, g_scale = fake.gradient_codes(g_rows.astype(jnp.float32) * x_scale, 0, key)
     sums = contract(codes, g_codes, ((0,), (0,)), jnp.dtype('int32'))
@@ -426,7 +483,7 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
       'a transposed product with a quantized weight is not implemented; keep it plain'
     )
   _check(x, w, transposed)
-  return _matmul(x, w, None, None, _Plan(policy, transposed))
+  return _matmul(x, w, None, None, _Plan(policy, transposed, implementation='xla'))
 
 
 def _obstacle(w: Projected) -> str | None:
@@ -589,6 +646,8 @@ def _check_backward(w: Projected, scheme: ActivationScheme, backward: Backward, 
     reason = _obstacle(w)
     if reason is None and isinstance(w, QTensor | Trained) and w.scheme.block_of(w.inputs) < w.inputs:
       reason = f'{w.scheme} has several scales an output'
+    if reason is None and w.shape[-1] > SAFE_TERMS:
+      reason = f'a sum over {w.shape[-1]} outputs may exceed an int32'
     if reason is not None:
       raise UserError(f"backward.dx = 'int8' for {path}: {reason}; use weights in int8:axis=channel")
   if backward.dw == 'int8' and scheme.is_none and isinstance(w, Trained):
@@ -639,13 +698,15 @@ def dot(
     weight_key = None
     if numerics.weight_rounding == 'stochastic' and rounding_key is not None:
       weight_key, rounding_key = jax.random.split(rounding_key)
+    rounding_key = rounding_key if numerics.backward.draws else None
     w = FakeQuantized(w, weight_high, adapter, weight_key, trained, numerics.weight_gradient)
     adapter = None
   # A weight that only rests takes no part in training.
   backward = numerics.backward if isinstance(w, Trained) else Backward()
   _check_backward(w, scheme, backward, path)
+  plan = _Plan(policy, backward=backward, implementation=numerics.implementation)
   if scheme.is_none:
-    y = _matmul(x, w, None, rounding_key, _Plan(policy, backward=backward))
+    y = _matmul(x, w, None, rounding_key, plan)
   else:
     if scheme.is_static and high is None:
       raise UserError(
@@ -653,7 +714,9 @@ def dot(
         f' it; calibrate first, or use {dataclasses.replace(scheme, is_static=False)}'
       )
     is_integer, _ = _choose(w, numerics.integer)
-    plan = _Plan(policy, False, scheme, is_integer, numerics.activation_gradient, backward)
+    plan = dataclasses.replace(
+      plan, scheme=scheme, is_integer=is_integer, gradient=numerics.activation_gradient
+    )
     y = _matmul(x, w, high if scheme.is_static else None, rounding_key, plan)
   if adapter is not None and low is None:
     z = x

@@ -199,14 +199,18 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
         model, method, state.loss_scale, loop.loss_chunk, state.trainable, frozen, batch, step_key
     )  # fmt: skip
     grads, nll, correct = found.tree, found.nll, found.correct
+    if course.freeze_step is not None:
+      is_frozen = state.step >= course.freeze_step
+      grads = trees.map_with_path(
+          lambda path, g: jnp.where(is_frozen, jnp.zeros_like(g), g) if optim.is_range(path) else g, grads
+      )
     tokens = jnp.sum(batch['weights'])
     is_finite = is_all_finite(grads) & jnp.isfinite(nll)
     updates, optimizer = tx.update(grads, state.optimizer, state.trainable)
     moved = optim.apply(state.trainable, updates, method.update.rounding, rounding_key)
     if course.momentum is not None:
       moved = _follow(moved, found.seen, course.momentum)
-    if course.freeze_step is not None:
-      is_frozen = state.step >= course.freeze_step
+    if course.freeze_step is not None:  # moments go on moving what has no gradient any more
       moved = trees.map_with_path(
           lambda path, new, old: jnp.where(is_frozen, old, new) if optim.is_range(path) else new,
           moved,

@@ -55,6 +55,7 @@ def config(home: Path, method: str, /, *, distill: bool = False, **more: Any) ->
     filled.storage.projections = 'int8:axis=channel'
   if method == 'targeted':
     common.add_storage(filled)
+    filled.qat.weights = 'none'
     filled.storage.projections = 'int4:axis=channel'
     filled.targeted = ConfigDict({'record': str(home / 's.json'), 'budget': 0.145, 'train': 'weights'})
   if distill:
@@ -271,6 +272,16 @@ def test_distillation_pulls_to_the_model_as_it_was(home: Path):
     ('qat', dict(qat__weight_gradient='lsk'), "mean 'lsq'"),
     ('qat', dict(qat__momentum=1.0, qat__activations=STATIC, qat__activation_gradient='average'), 'momentum'),
     ('qat', dict(qat__start_step=-1), 'start_step'),
+    (
+      'qat',
+      dict(qat__backward__dw='int8', qat__weights='none', qat__activations=TOKEN),
+      'no weight is quantized',
+    ),
+    ('qat', dict(qat__activation_gradient='lsq'), 'no activation has one'),
+    ('qat', dict(qat__start_step=5, qat__freeze_step=5), 'no range would move'),
+    ('qat_lora', dict(lora__dropout=0.1), 'set it to 0'),
+    ('targeted', dict(qat__weights='int4:axis=channel'), "set qat.weights = 'none'"),
+    ('targeted', dict(qat__start_step=1), 'from the first step'),
     ('qat', dict(qat__observer='absmaxx'), "mean 'absmax'"),
     ('qat', dict(qat__backward__dx='int4'), 'backward.dx'),
     ('qat_lora', dict(qat__weights='none'), 'needs qat.weights'),

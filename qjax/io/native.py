@@ -281,7 +281,7 @@ def _reader(file: Path, templates: Mapping[str, Any]) -> Callable[[str, int | No
       del like
       name = _name(path, sub)
       array = arrays.get_tensor(name) if layer is None else arrays.get_slice(name)[layer]
-      if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+      if jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
         raise UserError(f'{file}: {name} holds a NaN or an infinity')
       return array
 

@@ -91,7 +91,7 @@ def _through_bwd(
   share = w.astype(jnp.float32) / jnp.where(step == 0, 1, step)
   # A bound is the range itself where scales rest in float32: their product with the largest code may round.
   rests_exactly = scheme.scale == 'float32' and not scheme.double_quantized
-  bound = usable(high) if rests_exactly else scale * largest
+  bound = usable(high) if rests_exactly else jnp.abs(scale) * largest
   is_inside = jnp.abs(w.astype(jnp.float32)) <= qtensor.spread(bound, scheme, k, n)
   dw = jnp.where(is_inside, g, 0)
   if gradient == 'ste':
