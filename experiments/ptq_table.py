@@ -31,7 +31,6 @@ from qjax.models.transformer import Transformer
 from qjax.ops import Numerics
 from qjax.precision import policy
 from qjax.progress import Bar
-from qjax.quant.sensitivity import Sensitivity, allocate, rules, with_default
 from qjax.quant.verify import clustered_error
 
 _MODEL = flags.DEFINE_string('model', 'embedded', 'A .gguf file, a Hugging Face directory, or embedded.')
@@ -39,7 +38,9 @@ _TEXT = flags.DEFINE_string('text', plain.STATE_OF_THE_UNION, 'Held-out text: .t
 _MAX_TOKENS = flags.DEFINE_integer('max_tokens', 65536, 'Held-out tokens at most.', lower_bound=256)
 _CALIBRATION = flags.DEFINE_integer('calibration_tokens', 16384, 'Calibration tokens.', lower_bound=256)
 _ONLY = flags.DEFINE_list('only', [], 'Rows to measure; all if not given.')
-_SENSITIVITY = flags.DEFINE_string('sensitivity', None, 'Record of experiments.sensitivity, for a mixed row.')
+_SENSITIVITY = flags.DEFINE_string(
+  'sensitivity', None, 'Record of experiments.sensitivity, whose choice is the row mixed.'
+)
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/ptq_table', 'Where rows and the table go.')
 
 SEQ_LEN, BATCH = 256, 4
@@ -142,11 +143,20 @@ def main(argv: list[str]) -> int:
   return 0
 
 
-def _allocation(path: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
-  """The usual scheme and rules for others, for the bytes that nf3 in blocks of 64 would take throughout."""
-  found = Sensitivity.load(path)
-  budget = sum(sizes['nf3:block=64'] for sizes in found.sizes().values())
-  return with_default(rules(allocate(found.costs('kl'), found.sizes(), budget)))
+def _allocation(record: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
+  """The default scheme and the rules that experiments.sensitivity chose beside its record.
+
+  Raises:
+    UserError: there is no such choice, or it is damaged.
+  """
+  path = record.with_name('rules.json')
+  try:
+    chosen = json.loads(path.read_text(encoding='utf-8'))
+    return chosen['projections'], tuple((pattern, scheme) for pattern, scheme in chosen['rules'])
+  except FileNotFoundError:
+    raise UserError(f'there is no {path}; run experiments.sensitivity first') from None
+  except (ValueError, KeyError, TypeError) as error:
+    raise UserError(f'{path} is damaged ({error}); run experiments.sensitivity again') from None
 
 
 def _reference(
