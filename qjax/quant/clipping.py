@@ -86,7 +86,7 @@ def learned(
   w: jax.Array,
   scheme: str | Scheme,
   gram: jax.Array,
-  steps: int = 200,
+  steps: int = 100,
   learning_rate: float = 0.02,
   grid: Sequence[float] = GRID,
 ) -> jax.Array:
