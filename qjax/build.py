@@ -9,7 +9,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from qjax import adapters, checkpoint, optim, precision, quantize, records, sharding, storage, train
+from qjax import adapters, checkpoint, files, optim, precision, quantize, records, sharding, storage, train
 from qjax import method as methods
 from qjax.adapters import LoraSpec
 from qjax.data import pipeline, plain
@@ -32,7 +32,7 @@ from qjax.models.objective import Distillation
 from qjax.models.transformer import Transformer
 from qjax.ops import Backward, Numerics
 from qjax.precision import Policy
-from qjax.quant import calibrate
+from qjax.quant import calibrate, fake
 from qjax.quant.calibration import Calibration
 from qjax.quant.formats import FORMATS, parse_scheme
 from qjax.quant.sensitivity import Sensitivity, worst_slices
@@ -175,6 +175,12 @@ class Fields:
   distill: DistillFields | None = None
 
 
+# Where a run keeps the ranges of inputs that it began with.
+INPUT_RANGES = 'input_ranges.json'
+
+# What may move the ranges of static activation schemes.
+INPUT_GRADIENTS = (*fake.GRADIENTS, 'average')
+
 # The sections that a method needs, and those that it may have.
 SECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   'full': ((), ()),
@@ -182,7 +188,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   'qlora': (('lora', 'storage'), ()),
   'qat': (('qat',), ('distill',)),
   'qat_lora': (('lora', 'storage', 'qat'), ('distill',)),
-  'targeted': (('storage', 'qat', 'targeted'), ('distill',)),
+  'targeted': (('storage', 'qat', 'targeted'), ('lora', 'distill')),
 }
 
 
@@ -303,6 +309,11 @@ def _numerics(fields: Fields) -> Numerics:
   if q is None:
     return Numerics(policy, fields.kernels)
   weights = q.rules + (() if q.weights == 'none' else (('.*', q.weights),))
+  if q.activation_gradient not in INPUT_GRADIENTS:
+    raise UserError(
+      f'config.qat.activation_gradient = {q.activation_gradient!r} is not known'
+      f'{nearest(q.activation_gradient, INPUT_GRADIENTS)}'
+    )
   inputs = 'ste' if q.activation_gradient == 'average' else q.activation_gradient
   return Numerics(
     policy,
@@ -364,7 +375,7 @@ def method_of(fields: Fields, source: Source | None = None) -> Method:
   slices = _slices(fields.targeted, s.projections, source)
   train_what = fields.targeted.train
   return methods.targeted(
-    numerics, update, slices, s.projections, s.embeddings, s.rules, train_what, course, distillation
+    numerics, update, slices, s.projections, s.embeddings, s.rules, train_what, spec, course, distillation
   )
 
 
@@ -383,6 +394,8 @@ def meaning(fields: Fields, method: Method, source: Source, dataset: pipeline.Da
   config['model'].pop('path')
   config['data'].pop('path')
   config['data'].pop('eval_path')
+  if fields.targeted is not None:
+    config['targeted'].pop('record')  # the slices say what was chosen
   return json.loads(json.dumps({
       'config': config,
       'slices': method.trainable.slices,
@@ -439,23 +452,44 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
       fields.model.loss_chunk,
       fields.seed,
   )
+  meant = meaning(fields, method, source, dataset)
+
+  def found_ranges() -> dict[str, Any]:
+    return _input_ranges(fields.qat, method.numerics, static, source, dataset, spec) if fields.qat else {}
+
+  static = method.static_inputs(shapes)
   return train.Run(
-      workdir, config.to_dict(), meaning(fields, method, source, dataset), model, method, shapes, source.read,
-      scale, dataset, spec, mesh, loop, partial(_input_ranges, fields, source, dataset, spec),
+      workdir, config.to_dict(), meant, model, method, shapes, source.read, scale, dataset, spec, mesh, loop,
+      partial(_kept_ranges, workdir / INPUT_RANGES, meant, found_ranges) if static else dict, source.stored,
   )  # fmt: skip
 
 
+def _kept_ranges(file: Path, meant: Mapping[str, Any], find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+  """The ranges of inputs that a run began with: found once, so that it goes on with the same."""
+  if file.exists():
+    try:
+      kept = json.loads(file.read_text(encoding='utf-8'))
+      if kept['meaning'] == meant:
+        return kept['ranges']
+    except (ValueError, KeyError, TypeError) as error:
+      raise UserError(f'{file} is damaged ({type(error).__name__}: {error}); remove it') from None
+  found = {path: [float(high) for high in each] for path, each in find().items()}
+  files.write_json(file, {'meaning': meant, 'ranges': found})
+  return found
+
+
 def _input_ranges(
-  fields: Fields, source: Source, dataset: pipeline.Dataset, spec: pipeline.DataSpec
+  q: QatFields,
+  numerics: Numerics,
+  static: list[str],
+  source: Source,
+  dataset: pipeline.Dataset,
+  spec: pipeline.DataSpec,
 ) -> dict[str, Any]:
   """Of static activation schemes: from a file of experiments.calibrate, or from training batches."""
-  q = fields.qat
-  static = [] if q is None else method_of(fields, source).static_inputs(parameter_shapes(source.config))
-  if q is None or not static:
-    return {}
   if q.ranges:
     known = Calibration.load(Path(q.ranges), source.fingerprint)
-    bits = {path: FORMATS[_numerics(fields).scheme_of(path).format].bits for path in static}
+    bits = {path: FORMATS[numerics.scheme_of(path).format].bits for path in static}
     layers = range(source.config.num_layers)
     return {path: [known.largest(path, layer, bits[path]) for layer in layers] for path in static}
   stream = pipeline.train_iterator(dataset.train, spec)

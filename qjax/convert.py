@@ -13,15 +13,14 @@ import jax.numpy as jnp
 
 from qjax import adapters, storage, trees
 from qjax.method import Method
-from qjax.quant import fake
-from qjax.quant.fake import FakeQuantized
+from qjax.quant.fake import FakeQuantized, Slices
 from qjax.quant.formats import Scheme
-from qjax.quant.qtensor import QTensor, is_qtensor
+from qjax.quant.qtensor import QTensor, is_at_rest, is_qtensor
 
 Tree = Any
 
 _quantized = jax.jit(FakeQuantized.quantized)
-_slice_quantized = jax.jit(fake.quantized, static_argnums=2)
+_slice_quantized = jax.jit(Slices.quantized, static_argnums=1)
 
 
 def convert(
@@ -41,18 +40,20 @@ def convert(
   params = trees.flatten(variables['params'], is_qtensor)
   lora = trees.flatten(variables.get('lora', {}), adapters.is_adapter)
   ranges = trees.flatten(variables.get('ranges', {}))
-  slices = trees.flatten(variables.get('slices', {}))
+  slices = trees.flatten(variables.get('slices', {}), adapters.is_adapter)
   layers_of = dict(method.trainable.slices)
   found: dict[str, Any] = {}
   for path in shapes:
     progress(path)
     is_projection = trees.is_match(storage.PROJECTIONS, path)
-    scheme = method.numerics.trained_scheme_of(path) if is_projection else None
     leaf, adapter = params[path], lora.get(path)
-    is_at_rest = isinstance(leaf, QTensor) and not leaf.scheme.numbers.is_float
+    scheme = method.numerics.trained_scheme_of(
+      path if is_projection else None, is_at_rest(leaf), adapter is not None
+    )
     if path in layers_of:
-      leaf = _patched(leaf, slices[f'{path}/w'], slices.get(f'{path}/high'), layers_of[path])
-    elif scheme is not None and (adapter is not None or not is_at_rest):
+      own: dict[str, Any] = {name: slices.get(f'{path}/{name}') for name in ('w', 'high', 'correction')}
+      leaf = _patched(leaf, Slices(**own), layers_of[path])
+    elif scheme is not None:
       leaf = _merged(leaf, ranges.get(path), adapter, scheme, method.numerics.weight_gradient)
       lora.pop(path, None)
     found[f'params/{path}'] = leaf
@@ -72,9 +73,9 @@ def _merged(
   return jax.tree.map(lambda *layers: jnp.stack(layers), *each)
 
 
-def _patched(rest: QTensor, w: jax.Array, high: jax.Array | None, layers: tuple[int, ...]) -> QTensor:
+def _patched(rest: QTensor, slices: Slices, layers: tuple[int, ...]) -> QTensor:
   """A stack at rest with the slices that moved in their places."""
   for slot, layer in enumerate(layers):
-    new = _slice_quantized(w[slot], None if high is None else high[slot], rest.scheme)
+    new = _slice_quantized(slices[slot], rest.scheme)
     rest = jax.tree.map(lambda stack, own, layer=layer: stack.at[layer].set(own), rest, new)
   return rest

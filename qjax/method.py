@@ -13,16 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qjax import adapters, storage, trees
+from qjax import adapters, ops, storage, trees
 from qjax.adapters import LoraSpec
 from qjax.errors import UserError, nearest
 from qjax.models.objective import Distillation
 from qjax.ops import Numerics
 from qjax.quant import fake
 from qjax.quant.formats import FORMATS, Scheme
+from qjax.quant.qtensor import QTensor
 
 Tree = Any
 Reader = Callable[[str, int | None], np.ndarray]
+Stored = Callable[[str, int | None], QTensor | None]
 Place = Callable[[str, jax.Array], jax.Array]
 
 # Storage of a leaf that is plain and in the policy's param dtype: what a trained leaf must have.
@@ -37,7 +39,8 @@ class Trainable:
     pattern: regular expression over whole paths, which begin with the collection: 'params' (weights), 'lora',
       'ranges' and 'act' (of weights and inputs), 'slices'.
     lora: adapters to add.
-    slices: (path of a stack, layers) to train in the place of the stack's own.
+    slices: (path of a stack, layers) to train in the place of the stack's own. Adapters are then theirs
+      alone, inside their quantizers.
   """
 
   pattern: str
@@ -134,10 +137,17 @@ class Method:
     n = self.numerics
     trees.match_rules(n.weights, projections, 'qat.weights', is_partial=True)
     trees.match_rules(n.activations, projections, 'qat.activations', is_partial=True)
-    if self.trainable.lora is not None:
-      adapters.targets(self.trainable.lora, shapes)
+    targets: list[str] = []
+    if self.trainable.lora is not None and not self.trainable.slices:
+      targets = adapters.targets(self.trainable.lora, shapes)
     elif not self.trainable.slices:
       trees.select(self.trainable.pattern, [f'params/{path}' for path in paths], 'trainable')
+    for path in projections:
+      scheme = n.trained_scheme_of(path, _is_at_rest(kinds[path], path), path in targets)
+      if path in dict(self.trainable.slices):
+        scheme = storage.scheme_of(kinds[path], path)
+      if scheme is not None:
+        ops.check_backward(n, path, scheme, shapes[path])
     for path, layers in self.trainable.slices:
       if path not in projections or not all(0 <= layer < shapes[path][0] for layer in layers):
         raise UserError(f'targeted: {path} layers {layers} are no projections of this model')
@@ -146,7 +156,20 @@ class Method:
         raise UserError(f'targeted: {path} rests in {kinds[path]}, which quantizes nothing')
       if scheme.asymmetric and n.weight_gradient in fake.LEARNED:
         raise UserError(f'targeted: {path} rests in {kinds[path]}, whose offsets cannot learn')
+    if self.trainable.slices and self.trainable.lora is not None:
+      adapted = self._adapted(shapes)
+      left = adapted.keys() - set(adapters.targets(self.trainable.lora, adapted))
+      if left:
+        raise UserError(
+          f'lora.targets = {self.trainable.lora.targets!r} leaves out {min(left)}, which is targeted; '
+          "use '.*'"
+        )
     return kinds
+
+  def _adapted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of what may have adapters: all parameters, or the slices."""
+    slices = self.trainable.slices
+    return {path: (len(layers), *shapes[path][1:]) for path, layers in slices} if slices else shapes
 
   def static_inputs(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The projections whose inputs have a range from calibration."""
@@ -161,6 +184,7 @@ class Method:
     place: Place = lambda path, leaf: leaf,
     progress: Callable[[str], None] = lambda path: None,
     input_ranges: Mapping[str, Any] | None = None,
+    stored: Stored = lambda path, layer: None,
   ) -> tuple[Tree, Tree]:
     """What moves and what rests: two trees that `trees.combine` joins to {'params': …, 'lora': …}.
 
@@ -174,6 +198,8 @@ class Method:
       place: moves an array, named by its path in the returned trees, to where it shall live.
       progress: called with each parameter's path before it is read.
       input_ranges: float32 [L], the largest magnitude of the inputs of each of `static_inputs`.
+      stored: `stored(path, layer)` as a `QTensor` where the model has it at rest; one that rests as it should
+        is taken as it is.
 
     Raises:
       UserError: as `plan`, and a NaN or an infinity in a weight, by path.
@@ -182,17 +208,23 @@ class Method:
     flat: dict[str, Any] = {}
     for path in shapes:
       progress(path)
-      leaf = self._stored(path, shapes[path], kinds[path], read)
+      leaf = self._at_rest(path, shapes[path], kinds[path], read, stored)
       flat[f'params/{path}'] = _place(place, f'params/{path}', leaf)
     if self.trainable.lora is not None:
-      fresh = adapters.init(self.trainable.lora, shapes, key, self.numerics.policy.param)
+      adapted = self._adapted(shapes)
+      fresh = adapters.init(self.trainable.lora, adapted, key, self.numerics.policy.param)
       for path, adapter in trees.flatten(fresh, adapters.is_adapter).items():
-        flat[f'lora/{path}'] = _place(place, f'lora/{path}', adapter)
+        where = f'slices/{path}/correction' if self.trainable.slices else f'lora/{path}'
+        flat[where] = _place(place, where, adapter)
     for path, leaf in self._quantizers(shapes, kinds, read, input_ranges or {}).items():
       flat[path] = _place(place, path, leaf)
     if self.distillation is not None:
+
+      def teach(path: str, layer: int | None) -> Any:
+        return storage.rest(read(path, layer), 'bfloat16', path)
+
       for path in shapes:
-        teacher = _stack(path, shapes[path], partial(storage.rest, kind='bfloat16', path=path), read)
+        teacher = _stack(path, shapes[path], partial(teach, path))
         flat[f'teacher/{path}'] = _place(place, f'teacher/{path}', teacher)
     moves = {path: leaf for path, leaf in flat.items() if self.is_trainable(path)}
     rests = {path: leaf for path, leaf in flat.items() if path not in moves}
@@ -211,13 +243,18 @@ class Method:
     sliced = dict(self.trainable.slices)
     for path in self.static_inputs(shapes):
       found[f'act/{path}'] = jnp.asarray(input_ranges[path], jnp.float32)
-    for path in shapes:
-      if not trees.is_match(storage.PROJECTIONS, path):
+    lora = self.trainable.lora
+    targets = [] if lora is None or sliced else adapters.targets(lora, shapes)
+
+    def first(path: str, scheme: Scheme, layer: int | None) -> Any:
+      return fake.first_range(jnp.asarray(read(path, layer)), scheme)
+
+    for path in shapes if learns else ():
+      if path in sliced or not trees.is_match(storage.PROJECTIONS, path):
         continue
-      scheme = self.numerics.trained_scheme_of(path)
-      moves = self.trainable.lora is not None or kinds[path] == PARAM
-      if scheme is not None and learns and moves and path not in sliced:
-        found[f'ranges/{path}'] = _stack(path, shapes[path], partial(_first_range, scheme), read)
+      scheme = self.numerics.trained_scheme_of(path, _is_at_rest(kinds[path], path), path in targets)
+      if scheme is not None:
+        found[f'ranges/{path}'] = _stack(path, shapes[path], partial(first, path, scheme))
     for path, layers in sliced.items():
       scheme = storage.scheme_of(kinds[path], path)
       assert scheme is not None
@@ -240,11 +277,18 @@ class Method:
 
     return jax.eval_shape(make, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 
-  def _stored(self, path: str, shape: tuple[int, ...], kind: str, read: Reader) -> Any:
-    if kind == PARAM:
-      dtype = self.numerics.policy.param
-      return _stack(path, shape, lambda w: storage.checked(w, path, dtype), read)
-    return _stack(path, shape, lambda w: storage.rest(w, kind, path), read)
+  def _at_rest(
+    self, path: str, shape: tuple[int, ...], kind: str, read: Reader, stored: Stored
+  ) -> Any:
+    def make(layer: int | None) -> Any:
+      if kind == PARAM:
+        return storage.checked(read(path, layer), path, self.numerics.policy.param)
+      found = stored(path, layer)
+      if isinstance(found, QTensor) and found.scheme == storage.scheme_of(kind, path):
+        return found
+      return storage.rest(read(path, layer), kind, path)
+
+    return _stack(path, shape, make)
 
 
 class _Zeros:
@@ -258,15 +302,17 @@ class _Zeros:
     return jnp.zeros(shape if layer is None else shape[1:], jnp.float32)
 
 
-def _stack(path: str, shape: tuple[int, ...], store: Callable[[Any], Any], read: Reader) -> Any:
+def _is_at_rest(kind: str, path: str) -> bool:
+  """Whether a parameter of this kind rests in few bits."""
+  scheme = None if kind == PARAM else storage.scheme_of(kind, path)
+  return scheme is not None and not scheme.numbers.is_float
+
+
+def _stack(path: str, shape: tuple[int, ...], make: Callable[[int | None], Any]) -> Any:
+  """What `make` gives for each layer as one stack; for None where the path belongs to no layer."""
   if not path.startswith('layers/'):
-    return store(read(path, None))
-  layers = [store(read(path, layer)) for layer in range(shape[0])]
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-
-
-def _first_range(scheme: Scheme, w: Any) -> jax.Array:
-  return fake.first_range(jnp.asarray(w), scheme)
+    return make(None)
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(make, range(shape[0])))
 
 
 def _place(place: Place, path: str, leaf: Any) -> Any:
@@ -401,6 +447,10 @@ def qat_lora(
   return Method('qat_lora', stored, numerics, Trainable(pattern, spec), update, course, distillation)
 
 
+# What may move of a targeted matrix, and which of its leaves that are.
+TARGETED = {'weights': '(w|high)', 'adapters': '(correction|high)', 'ranges': 'high'}
+
+
 def targeted(
   numerics: Numerics,
   update: Update,
@@ -409,6 +459,7 @@ def targeted(
   embeddings: str = 'bfloat16',
   rules: tuple[tuple[str, str], ...] = (),
   train: str = 'weights',
+  spec: LoraSpec | None = None,
   course: Course = Course(),
   distillation: Distillation | None = None,
 ) -> Method:
@@ -421,15 +472,21 @@ def targeted(
     projections: the scheme of all projections.
     embeddings: dtype of the embedding and the head.
     rules: storage rules that go first.
-    train: 'weights' (and their ranges, if those learn) or 'ranges' alone.
+    train: a name in `TARGETED`: whole weights, or adapters inside their quantizers, each with the ranges, if
+      those learn; or ranges alone.
+    spec: what adapters there are, for 'adapters'.
     course: how quantization changes with the steps.
     distillation: what to learn from the model as it was.
 
   Raises:
     UserError: an unknown `train`, or ranges that are to move but don't learn.
   """
-  if train not in ('weights', 'ranges'):
-    raise UserError(f"targeted.train = {train!r} is not known{nearest(train, ('weights', 'ranges'))}")
+  if train not in TARGETED:
+    raise UserError(f'targeted.train = {train!r} is not known{nearest(train, TARGETED)}')
+  if (spec is None) == (train == 'adapters'):
+    raise UserError(f'targeted.train = {train!r} {"needs" if spec is None else "takes no"} section lora')
+  if spec is not None and spec.dropout > 0:
+    raise UserError('lora.dropout: an adapter inside a quantizer has no inputs of its own; set it to 0')
   if numerics.weights:
     raise UserError("targeted: schemes are those of storage; set qat.weights = 'none' and qat.rules = ()")
   _check_numerics(numerics, course, moves_weights=True)
@@ -440,7 +497,7 @@ def targeted(
   learns = numerics.weight_gradient in fake.LEARNED
   if train == 'ranges' and not learns:
     raise UserError("targeted.train = 'ranges' needs ranges that learn; set qat.weight_gradient to 'lsq'")
-  part = 'slices/.*' if train == 'weights' else 'slices/.*/high'
+  part = 'slices/.*/' + TARGETED[train]
   stored = storage.rules(projections, embeddings, rules)
-  trainable = Trainable(part + _moving_ranges(numerics, course).replace('|ranges/.*', ''), slices=slices)
+  trainable = Trainable(part + _moving_ranges(numerics, course).replace('|ranges/.*', ''), spec, slices)
   return Method('targeted', stored, numerics, trainable, update, course, distillation)

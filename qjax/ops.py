@@ -40,7 +40,7 @@ from qjax.quant import activations, fake, formats
 from qjax.quant.activations import ActivationScheme, Decomposed, Rules
 from qjax.quant.fake import FakeQuantized, Trained
 from qjax.quant.formats import Scheme, parse_scheme
-from qjax.quant.qtensor import QTensor, dequantize, per_column
+from qjax.quant.qtensor import QTensor, dequantize, is_at_rest, per_column
 from qjax.remat import LOW_RANK, named
 
 Weight = jax.Array | QTensor
@@ -174,8 +174,13 @@ class Numerics:
     """How the inputs of the projection at `path` are quantized; None is no projection."""
     return ActivationScheme() if path is None else activations.rules(self.activations)(path)
 
-  def trained_scheme_of(self, path: str | None) -> Scheme | None:
-    """The scheme in which the weight at `path` is multiplied while it is trained; None is as it is."""
+  def trained_scheme_of(self, path: str | None, is_at_rest: bool, has_adapter: bool) -> Scheme | None:
+    """The scheme in which the weight at `path` is multiplied while it is trained; None is as it is.
+
+    A weight that rests in few bits is not trained, unless an adapter moves it.
+    """
+    if is_at_rest and not has_adapter:
+      return None
     spellings = (spelling for pattern, spelling in self.weights if path and trees.is_match(pattern, path))
     spelling = next(spellings, 'none')
     return None if spelling == 'none' else parse_scheme(spelling)
@@ -486,28 +491,23 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
   return _matmul(x, w, None, None, _Plan(policy, transposed, implementation='xla'))
 
 
-def _obstacle(w: Projected) -> str | None:
-  """Why a product with w can't be one of integers, None if it can."""
-  if not isinstance(w, QTensor | Trained):
+def _obstacle(scheme: Scheme | None, inputs: int) -> str | None:
+  """Why a product with a weight [inputs, N] in a scheme can't be one of integers, None if it can."""
+  if scheme is None:
     return 'the weight is not quantized'
-  if not w.scheme.numbers.is_integer:
-    return f'the codes of {w.scheme} are no integers'
-  if w.scheme.asymmetric:
-    return f'{w.scheme} has offsets'
-  if (terms := w.scheme.block_of(w.inputs)) > SAFE_TERMS:
+  if not scheme.numbers.is_integer:
+    return f'the codes of {scheme} are no integers'
+  if scheme.asymmetric:
+    return f'{scheme} has offsets'
+  if (terms := scheme.block_of(inputs)) > SAFE_TERMS:
     return f'a sum of {terms} products of codes may exceed an int32, which holds {SAFE_TERMS}'
   return None
-
-
-def _is_at_rest(w: Projected) -> bool:
-  """Whether w is in few bits already."""
-  return isinstance(w, Decomposed | Trained) or (isinstance(w, QTensor) and not w.scheme.numbers.is_float)
 
 
 def _choose(w: Projected, integer: str) -> tuple[bool, str]:
   """Whether quantized inputs meet w as integers, and why not."""
   w = w.rest if isinstance(w, Decomposed) else w
-  reason = _obstacle(w)
+  reason = _obstacle(w.scheme if isinstance(w, QTensor | Trained) else None, w.shape[-2])
   if integer == 'always' and reason:
     raise UserError(f"integer = 'always', but {reason}; use int8:axis=channel, or integer = 'auto'")
   if integer == 'never':
@@ -640,17 +640,29 @@ def _raise_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tup
 _raise.defvjp(_raise_fwd, _raise_bwd)
 
 
-def _check_backward(w: Projected, scheme: ActivationScheme, backward: Backward, path: str | None) -> None:
-  """Refuses integer gradients where there are no integers to multiply, or scales that differ within a sum."""
+def check_backward(numerics: Numerics, path: str | None, scheme: Scheme, shape: tuple[int, ...]) -> None:
+  """Refuses integer gradients where there are no integers to multiply, or scales that differ within a sum.
+
+  Args:
+    numerics: what is asked for.
+    path: of the projection.
+    scheme: in which its weight is trained.
+    shape: of the weight, [..., K, N].
+
+  Raises:
+    UserError: naming the path.
+  """
+  inputs, outputs = shape[-2:]
+  backward = numerics.backward
   if backward.dx == 'int8':
-    reason = _obstacle(w)
-    if reason is None and isinstance(w, QTensor | Trained) and w.scheme.block_of(w.inputs) < w.inputs:
-      reason = f'{w.scheme} has several scales an output'
-    if reason is None and w.shape[-1] > SAFE_TERMS:
-      reason = f'a sum over {w.shape[-1]} outputs may exceed an int32'
+    reason = _obstacle(scheme, inputs)
+    if reason is None and scheme.block_of(inputs) < inputs:
+      reason = f'{scheme} has several scales an output'
+    if reason is None and outputs > SAFE_TERMS:
+      reason = f'a sum over {outputs} outputs may exceed an int32'
     if reason is not None:
       raise UserError(f"backward.dx = 'int8' for {path}: {reason}; use weights in int8:axis=channel")
-  if backward.dw == 'int8' and scheme.is_none and isinstance(w, Trained):
+  if backward.dw == 'int8' and numerics.scheme_of(path).is_none:
     raise UserError(
       f"backward.dw = 'int8' for {path}: its inputs are not quantized; use activations in int8:axis=token"
     )
@@ -692,8 +704,9 @@ def dot(
   policy = numerics.policy
   scheme = numerics.scheme_of(path)
   _check(x, w)
-  trained = numerics.trained_scheme_of(path)
-  if trained is not None and (adapter is not None or not _is_at_rest(w)):
+  rests = isinstance(w, Decomposed | Trained) or is_at_rest(w)
+  trained = numerics.trained_scheme_of(path, rests, adapter is not None)
+  if trained is not None:
     assert not isinstance(w, Decomposed | Trained)
     weight_key = None
     if numerics.weight_rounding == 'stochastic' and rounding_key is not None:
@@ -702,8 +715,10 @@ def dot(
     w = FakeQuantized(w, weight_high, adapter, weight_key, trained, numerics.weight_gradient)
     adapter = None
   # A weight that only rests takes no part in training.
-  backward = numerics.backward if isinstance(w, Trained) else Backward()
-  _check_backward(w, scheme, backward, path)
+  backward = Backward()
+  if isinstance(w, Trained):
+    backward = numerics.backward
+    check_backward(numerics, path, w.scheme, w.shape)
   plan = _Plan(policy, backward=backward, implementation=numerics.implementation)
   if scheme.is_none:
     y = _matmul(x, w, None, rounding_key, plan)

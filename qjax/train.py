@@ -20,7 +20,7 @@ from qjax import checkpoint, evaluate, files, optim, records, sharding, trees
 from qjax.data.pipeline import Dataset, DataSpec, eval_batches, train_iterator
 from qjax.errors import UserError
 from qjax.evaluate import Score
-from qjax.method import Method, Reader
+from qjax.method import Method, Reader, Stored
 from qjax.models.objective import LossSums, loss_sums
 from qjax.models.transformer import Transformer
 from qjax.precision import LossScale, is_all_finite
@@ -60,6 +60,7 @@ class Run:
   Attributes:
     meaning: what a checkpoint of this run stands for, as JSON; resuming with another is refused.
     shapes, read: the model file's parameters: shapes by path, and one array at a time.
+    stored: the same as `QTensor`s where the file holds them so, else None.
     input_ranges: finds the largest inputs of projections, float32 [L] by path, for static activation schemes.
   """
 
@@ -76,6 +77,7 @@ class Run:
   mesh: Mesh
   loop: Loop
   input_ranges: Callable[[], Mapping[str, Any]] = dict
+  stored: Stored = lambda path, layer: None
 
 
 @jax.tree_util.register_dataclass
@@ -289,7 +291,8 @@ def prepare(run: Run, progress: Callable[[str], None] = lambda path: None) -> tu
     return jax.device_put(leaf, NamedSharding(run.mesh, spec))
 
   key = jax.random.key(run.loop.seed)
-  return run.method.prepare(run.shapes, run.read, key, place, progress, run.input_ranges())
+  ranges = run.input_ranges()
+  return run.method.prepare(run.shapes, run.read, key, place, progress, ranges, run.stored)
 
 
 class Interrupted(Exception):

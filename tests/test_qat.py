@@ -18,7 +18,8 @@ from qjax.io import native
 from qjax.io.source import load_source
 from qjax.models import transformer
 from qjax.ops import Numerics
-from qjax.quant.qtensor import dequantize, is_qtensor
+from qjax.quant.formats import parse_scheme
+from qjax.quant.qtensor import absmax, dequantize, is_qtensor, quantize
 from qjax.quant.sensitivity import Sensitivity, layer_item, worst_slices
 from tests import small
 
@@ -56,6 +57,10 @@ def config(home: Path, method: str, /, *, distill: bool = False, **more: Any) ->
   if method == 'targeted':
     common.add_storage(filled)
     filled.qat.weights = 'none'
+    if more.get('targeted__train') == 'adapters':
+      common.add_lora(filled)
+      filled.lora.rank, filled.lora.targets = 4, '.*'
+      filled.optimizer.learning_rate = 1e-2
     filled.storage.projections = 'int4:axis=channel'
     filled.targeted = ConfigDict({'record': str(home / 's.json'), 'budget': 0.145, 'train': 'weights'})
   if distill:
@@ -84,12 +89,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
   'adapters inside int4, bfloat16 base': ('qat_lora', dict(
     qat__weights='int4:axis=channel', storage__projections='bfloat16', qat__weight_gradient='lsq')),
   'targeted': ('targeted', dict(qat__weight_gradient='lsq')),
+  'targeted adapters': ('targeted', dict(qat__weight_gradient='lsq', targeted__train='adapters')),
   'ranges alone': ('targeted', dict(
     qat__weight_gradient='lsq', targeted__train='ranges', optimizer__learning_rate=1e-3)),
 }  # fmt: skip
 
 
-HALF = ('int4, learned steps', 'W8A8 static, learned', 'adapters inside nf4', 'targeted')
+HALF = (
+  'int4, learned steps', 'W8A8 static, learned', 'adapters inside nf4', 'targeted', 'targeted adapters',
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -150,6 +158,47 @@ def test_targeted_moves_nothing_else(home: Path):
       old, new = (jax.tree.map(lambda x, i=layer: np.asarray(x[i]), tree[path]) for tree in (rest, after))
       same = all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), old, new)))
       assert same != (layer in layers), (path, layer)
+
+
+def test_what_rests_already_stays_as_it_is(home: Path, tmp_path: Path):
+  """Codes that leave room in their range are not those that rounding their values anew would give."""
+  source = load_source(str(home / 'model'))
+  ready = prepared(home, 'targeted')
+  params = trees.flatten(ready.frozen['params'], is_qtensor)
+  for path in [path for path in params if path.endswith('kernel')]:
+    w, scheme = source.read(path), parse_scheme('int4:axis=channel')
+    params[path] = quantize(w, scheme, high=1.7 * absmax(w, scheme))
+  given = native.QuantizedModel(source.config, {'params': trees.nest(params)}, (), source.tokenizer, {})
+  native.save(given, tmp_path / 'given')
+  mark = load_source(str(tmp_path / 'given')).fingerprint
+  costs = (home / 's.json').read_text().replace(source.fingerprint, mark)
+  (tmp_path / 's.json').write_text(costs)
+  ready = prepared(
+    home, 'targeted', model__path=str(tmp_path / 'given'), targeted__record=str(tmp_path / 's.json')
+  )
+  for path, leaf in trees.flatten(ready.frozen['params'], is_qtensor).items():
+    jax.tree.map(np.testing.assert_array_equal, leaf, params[path])
+
+
+def test_ranges_learn_only_where_something_reads_them(home: Path):
+  fields = dict(qat__weights='int4:axis=channel', qat__weight_gradient='lsq')
+  ready = prepared(home, 'qat_lora', **fields, lora__targets='.*/down/kernel')
+  assert list(trees.flatten(ready.state.trainable['ranges'])) == [DOWN]
+
+
+def test_ranges_of_inputs_are_found_once(home: Path, tmp_path: Path):
+  fields = dict(qat__weights='int8:axis=channel', qat__activations=STATIC)
+  first = build.run(config(home, 'qat', **fields), tmp_path).input_ranges()
+  kept = json.loads((tmp_path / build.INPUT_RANGES).read_text())
+  kept['ranges'][DOWN] = [5.0, 6.0]
+  (tmp_path / build.INPUT_RANGES).write_text(json.dumps(kept))
+  again = build.run(config(home, 'qat', **fields), tmp_path).input_ranges()
+  assert again == first | {DOWN: [5.0, 6.0]}
+  other = build.run(config(home, 'qat', **fields, qat__observer='percentile'), tmp_path).input_ranges()
+  assert other[DOWN] != [5.0, 6.0]
+  (tmp_path / build.INPUT_RANGES).write_text('{')
+  with pytest.raises(UserError, match='is damaged'):
+    build.run(config(home, 'qat', **fields), tmp_path).input_ranges()
 
 
 def test_an_adapter_inside_survives_whole(home: Path):
@@ -284,6 +333,10 @@ def test_distillation_pulls_to_the_model_as_it_was(home: Path):
     ('targeted', dict(qat__start_step=1), 'from the first step'),
     ('qat', dict(qat__observer='absmaxx'), "mean 'absmax'"),
     ('qat', dict(qat__backward__dx='int4'), 'backward.dx'),
+    ('qat', dict(qat__backward__dx='int8', qat__weights='int8:block=32'), 'several scales an output'),
+    ('qat', dict(qat__backward__dw='int8', qat__weights='int8:axis=channel'), 'inputs are not quantized'),
+    ('qat', dict(qat__activation_gradient='averages'), "mean 'average'"),
+    ('targeted', dict(targeted__train='adapters', lora__targets='.*/down/kernel'), 'leaves out'),
     ('qat_lora', dict(qat__weights='none'), 'needs qat.weights'),
     ('targeted', dict(targeted__budget=1.5), 'at most 1'),
     ('targeted', dict(targeted__budget=1e-6), 'holds no matrix'),

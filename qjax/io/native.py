@@ -191,9 +191,13 @@ def source(directory: str | Path) -> Source:
       qtensor.dequantize(value, dtype) if isinstance(value, QTensor) else value.dequantize(dtype)
     )
 
+  def stored(path: str, layer: int | None) -> QTensor | None:
+    is_quantized = isinstance(templates[f'params/{path}'], QTensor)
+    return jax.tree.map(jnp.asarray, leaf(f'params/{path}', layer)) if is_quantized else None
+
   mark = fingerprint([json.dumps(meaning, sort_keys=True).encode()], [directory / ARRAYS])
   paths = tuple(parameter_shapes(config))
-  return Source(directory.resolve().name, config, tokenizer, paths, mark, read, problem)
+  return Source(directory.resolve().name, config, tokenizer, paths, mark, read, problem, stored)
 
 
 def _refuse_more_than_weights(

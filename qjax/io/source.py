@@ -29,6 +29,7 @@ class Source:
   that change when the weights or their description do: sizes, headers and a few sampled ranges go into it,
   not every byte. `tokenizer` is None where the file has none that we can build, and `tokenizer_problem` then
   says why. `load(path, layer)` reads one tensor in our layout; call `read`, which checks.
+  `stored(path, layer)` is the tensor as a `QTensor` where the file holds it in one of our schemes, else None.
   """
 
   name: str
@@ -38,6 +39,9 @@ class Source:
   fingerprint: str
   load: Callable[[str, int | None], np.ndarray] = dataclasses.field(repr=False, compare=False)
   tokenizer_problem: str | None = None
+  stored: Callable[[str, int | None], Any] = dataclasses.field(
+    default=lambda path, layer: None, repr=False, compare=False
+  )
 
   def read(self, path: str, layer: int | None = None) -> np.ndarray:
     """The parameter as a float32 array that the caller owns.

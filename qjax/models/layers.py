@@ -143,7 +143,8 @@ def lower_together(
   adapters: dict[str, Adapter] = {
     name: parent.get_variable('lora', name)['kernel']
     for name in names
-    if parent.has_variable('lora', name) and numerics.trained_scheme_of(_path(parent, name)) is None
+    if parent.has_variable('lora', name)
+    and numerics.trained_scheme_of(_path(parent, name), is_at_rest=False, has_adapter=True) is None
   }
   if not adapters or (parent.has_rng('dropout') and any(a.dropout > 0 for a in adapters.values())):
     return {}

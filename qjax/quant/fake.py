@@ -146,7 +146,7 @@ class FakeQuantized:
 
   base: jax.Array | QTensor
   high: jax.Array | None
-  correction: Any
+  correction: Correction | None
   key: jax.Array | None
   scheme: Scheme = dataclasses.field(metadata={'static': True})
   gradient: str = dataclasses.field(default='ste', metadata={'static': True})
@@ -167,8 +167,7 @@ class FakeQuantized:
     """float32 [K, N], before quantizing."""
     base = self.base
     w = qtensor.dequantize(base) if isinstance(base, QTensor) else base.astype(jnp.float32)
-    # Rounded to float32 by name: a compiler may keep more digits of a sum in one program than in another.
-    return w if self.correction is None else exact(w + exact(self.correction.delta()))
+    return _corrected(w, self.correction)
 
   def quantized(self) -> QTensor:
     """The weight at rest, as conversion stores it."""
@@ -189,18 +188,37 @@ class FakeQuantized:
     return dataclasses.replace(self, base=base, high=high, correction=correction, key=None)
 
 
+def _corrected(w: jax.Array, correction: Correction | None) -> jax.Array:
+  # Rounded to float32 by name: a compiler may keep more digits of a sum in one program than in another.
+  return w if correction is None else exact(w + exact(correction.delta()))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slices:
   """What moves of a stack of layers: some of its matrices, each trained through its quantizer.
 
   Attributes:
-    w: float32 [n, K, N].
+    w: [n, K, N] of any floating dtype.
     high: float32 [n, …] in the shape of their scales, the ranges; None takes the largest magnitudes.
+    correction: of each, a stack of n; None is nothing.
   """
 
   w: jax.Array
   high: jax.Array | None = None
+  correction: Correction | None = None
+
+  def __getitem__(self, slot: int) -> 'Slices':
+    """One of them, without the leading axis."""
+    return jax.tree.map(lambda stack: stack[slot], self)
+
+  def value(self) -> jax.Array:
+    """float32, before quantizing."""
+    return _corrected(self.w.astype(jnp.float32), self.correction)
+
+  def quantized(self, scheme: Scheme) -> QTensor:
+    """At rest, as products see them."""
+    return quantized(self.value(), self.high, scheme)
 
 
 @jax.tree_util.register_dataclass
@@ -242,8 +260,7 @@ class Patched:
 
   def quantized(self) -> QTensor:
     """The weight at rest, as conversion stores it."""
-    own = self._own(self.slices)
-    mine = quantized(own.w, own.high, self.scheme)
+    mine = self._own(self.slices).quantized(self.scheme)
     return jax.tree.map(lambda new, old: jnp.where(self.slot >= 0, new, old), mine, self.rest)
 
   def pull(self, g: jax.Array) -> 'Patched':
@@ -251,7 +268,7 @@ class Patched:
 
     def values(slices: Slices) -> jax.Array:
       own = self._own(slices)
-      return through(own.w, own.high, self.scheme, self.gradient)
+      return through(own.value(), own.high, self.scheme, self.gradient)
 
     def moving() -> Slices:
       return jax.vjp(values, self.slices)[1](g.astype(jnp.float32))[0]

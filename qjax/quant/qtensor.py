@@ -208,6 +208,11 @@ def is_qtensor(value: Any) -> bool:
   return isinstance(value, QTensor)
 
 
+def is_at_rest(value: Any) -> bool:
+  """Whether it is a weight in few bits, not one that merely rests in 16."""
+  return isinstance(value, QTensor) and not value.scheme.numbers.is_float
+
+
 def _blocks(w: jax.Array, block: int, fill: float = 0.0) -> jax.Array:
   """[..., K, N] as [..., ceil(K / block), block, N], a short last block filled up."""
   *lead, k, n = w.shape
