@@ -119,6 +119,7 @@ class QatFields:
   weight_gradient: str
   weight_rounding: str
   activation_gradient: str
+  range_rate: float
   momentum: float
   start_step: int
   freeze_step: int
@@ -350,7 +351,8 @@ def method_of(fields: Fields, source: Source | None = None) -> Method:
   _check_sections(fields)
   p, o, s, q = fields.precision, fields.optimizer, fields.storage, fields.qat
   numerics = _numerics(fields)
-  update = Update(**dataclasses.asdict(o), rounding=p.rounding)
+  ranges = {} if q is None else {'range_rate': q.range_rate}
+  update = Update(**dataclasses.asdict(o), rounding=p.rounding, **ranges)
   optim.check(update, fields.num_steps)
   if p.rounding == 'stochastic' and p.param == 'float16':
     raise UserError("config.precision.rounding = 'stochastic' is for bfloat16 weights, not for float16")

@@ -82,6 +82,7 @@ class Update:
     beta1, beta2, eps: of Adam.
     clip_norm: largest global norm of the unscaled gradient over everything trained; 0 is no clipping.
     rounding: how an updated weight returns to a narrower param dtype: 'nearest' or 'stochastic'.
+    range_rate: of ranges of quantizers, the peak of the share of itself by which one moves a step.
   """
 
   learning_rate: float
@@ -93,6 +94,7 @@ class Update:
   eps: float = 1e-8
   clip_norm: float = 1.0
   rounding: str = 'nearest'
+  range_rate: float = 0.01
 
 
 @dataclasses.dataclass(frozen=True)

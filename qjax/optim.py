@@ -33,6 +33,8 @@ def check(update: Update, total_steps: int) -> None:
     raise UserError(
       f'optimizer.warmup_steps = {update.warmup_steps} must be at least 0 and below num_steps = {total_steps}'
     )
+  if not 0 < update.range_rate < 1:
+    raise UserError(f'qat.range_rate = {update.range_rate} must lie between 0 and 1, such as 0.01')
   for name in ('beta1', 'beta2'):
     if not 0 <= getattr(update, name) < 1:
       raise UserError(f'optimizer.{name} = {getattr(update, name)} must be at least 0 and below 1')
@@ -85,6 +87,17 @@ def _decays(tree: Tree) -> Tree:
   )
 
 
+def _relative(updates: Tree, params: Tree, ratio: float) -> Tree:
+  """Updates of ranges as shares of themselves, as if their logarithms moved.
+
+  Ranges lie orders of magnitude apart, so that no absolute step suits all (Jain et al. 2020, "Trained
+  Quantization Thresholds", §5.2).
+  """
+  return trees.map_with_path(
+    lambda path, u, p: u * (ratio * jnp.abs(p)) if is_range(path) else u, updates, params
+  )
+
+
 def make(update: Update, total_steps: int) -> optax.GradientTransformation:
   """Clip by global norm, then AdamW, in float32 whatever the dtype of the weights.
 
@@ -110,7 +123,8 @@ def make(update: Update, total_steps: int) -> optax.GradientTransformation:
   @_promoting
   def step(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
     wide = [precision.cast_floating(tree, jnp.dtype('float32')) for tree in (gradients, params)]
-    return inner.update(wide[0], state, wide[1])
+    updates, state = inner.update(wide[0], state, wide[1])
+    return _relative(updates, wide[1], update.range_rate / update.learning_rate), state
 
   return optax.GradientTransformation(init, step)
 

@@ -39,6 +39,16 @@ def adamw(update: Update, w: np.ndarray, grads: list[np.ndarray], decays: bool) 
   return w
 
 
+def test_ranges_move_by_shares_of_themselves():
+  tx = optim.make(dataclasses.replace(PLAIN, range_rate=0.05, weight_decay=0.1), 10)
+  now = {'act': {'w': jnp.asarray([1e-3, 50.0])}, 'ranges': {'w': jnp.ones(1)}, 'params': {'w': jnp.ones(1)}}
+  updates, _ = tx.update(jax.tree.map(jnp.ones_like, now), tx.init(now), now)
+  # Adam's first update is its rate, whatever the gradient; only the weight decays.
+  np.testing.assert_allclose(updates['act']['w'], [-0.05 * 1e-3, -0.05 * 50], rtol=1e-5)
+  np.testing.assert_allclose(updates['ranges']['w'], [-0.05], rtol=1e-5)
+  np.testing.assert_allclose(updates['params']['w'], [-1e-2 - 1e-3], rtol=1e-5)
+
+
 def test_updates_are_adamws_and_decay_spares_norms_and_biases():
   update = dataclasses.replace(PLAIN, weight_decay=0.1)
   tx, now = optim.make(update, 10), params()
