@@ -4,25 +4,34 @@
   python -m experiments.verify --config=configs/verify.py --config.candidate=runs/qat_int4/model
 
 Weights that were trained through their quantizer become its codes, with adapters inside the quantizer merged;
-other weights and adapters stay as they are. <run>/model receives safetensors, their description with where
-they came from, and the tokenizer.
+other weights and adapters stay as they are, unless --merge=nf4:block=64 (or another scheme, or a dtype) has
+adapters added to their weights and rounded with them. The run's held-out questions are scored as it was
+trained and as it is stored. <run>/model receives safetensors, their description with where they came from,
+and the tokenizer.
 """
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import cli
 from qjax import build, checkpoint, convert, records, train, trees
 from qjax.errors import UserError
+from qjax.evaluate import Score
 from qjax.io import native
 from qjax.io.source import load_source
-from qjax.progress import stage
+from qjax.models.transformer import Transformer
+from qjax.ops import Numerics
+from qjax.progress import Bar, stage
 from qjax.records import human_bytes
 
 _RUN = flags.DEFINE_string('run', None, 'Working directory of a run of experiments.train.', required=True)
+_MERGE = flags.DEFINE_string('merge', '', 'Scheme or dtype of weights to which adapters are added.')
 _OUT = flags.DEFINE_string('out', None, 'Where the model goes; <run>/model if not given.')
 
 
@@ -44,16 +53,35 @@ def main(argv: list[str]) -> int:
   step = saved.best_step
   trainable = saved.best(trainable)
   saved.close()
+  numerics = run.method.numerics
   with stage(f'converting step {step}'):
     variables = convert.convert(run.method, trees.combine(trainable, frozen), run.shapes)
+  survived: dict[str, Any] = {}
+  if _MERGE.value:
+    with stage(f'merging adapters into {_MERGE.value}'):
+      variables, survived = convert.merge(variables, (('.*', _MERGE.value),), run.shapes)
+  at_rest = run.model.clone(numerics=Numerics(numerics.policy, numerics.implementation, numerics.activations))
+  with jax.set_mesh(run.mesh):
+    trained = _score('as it was trained', run, run.model, trainable, frozen)
+    stored = _score('as it is stored', run, at_rest, {}, variables)
   source = load_source(record['config']['model']['path'])
   what = {'name': source.name, 'fingerprint': source.fingerprint, 'run': str(workdir), 'step': step}
   origin = what | {name: record.get(name) for name in ('config', 'meaning', 'trained')}
-  numerics = run.method.numerics
+  origin |= {'nll': {'trained': trained.nll, 'stored': stored.nll}}
   model = native.QuantizedModel(source.config, variables, numerics.activations, source.tokenizer, origin)
   nbytes = native.save(model, out)
   print(f'{out}: step {step}, {human_bytes(nbytes)} of {human_bytes(4 * source.config.num_parameters)}')
+  print(f'held-out nll as trained {trained.nll:.4f}, as stored {stored.nll:.4f}, on {stored.tokens:,} tokens')
+  if survived:
+    shares = np.concatenate([each.ravel() for each in survived.values()])
+    print(f'of the adapters survived {shares.mean():.0%} on average, {shares.min():.0%} in the worst matrix')
   return 0
+
+
+def _score(what: str, run: train.Run, model: Transformer, trainable: Any, frozen: Any) -> Score:
+  held_out = train.HeldOut(run, model)
+  with Bar(f'scoring {what}', len(held_out)) as bar:
+    return held_out.score(trainable, frozen, bar.advance)
 
 
 if __name__ == '__main__':

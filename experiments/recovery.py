@@ -5,8 +5,9 @@
 
 For each seed: the model is fine-tuned in full precision (configs/full.py) and that is the float model. Then
 each config of --only goes on from it, through its quantizers; before its first step that is plain rounding to
-nearest. The share taken back is (rounded - trained) / (rounded - float), in nats a token on the held-out
-questions. The row full goes on from the float model without a quantizer: what these steps do by themselves.
+nearest. What counts is the best score of a run, whose checkpoint experiments.convert takes. The share taken
+back is (rounded - trained) / (rounded - float), in nats a token on the held-out questions. The row full goes
+on from the float model without a quantizer: what these steps do by themselves.
 
 Every run is a command of this project, printed as it starts, in a directory of its own; the same command goes
 on where it stopped. The working directory receives table.md and table.json.
@@ -65,6 +66,7 @@ def main(argv: list[str]) -> int:
   for seed in _SEEDS.value:
     start = workdir / f'float-{seed}'
     _train(FLOAT, start, seed, f'--config.model.path={_MODEL.value}')
+    float_nll = _results(start)['best']
     if not (start / 'model').exists():
       _run('convert', f'--run={start}')
     for name in wanted:
@@ -73,7 +75,7 @@ def main(argv: list[str]) -> int:
         more.append(f'--config.targeted.record={_sensitivity(workdir, seed, start / "model")}')
       run = workdir / f'{name}-{seed}'
       _train(name, run, seed, *more)
-      found[name].append({'float': _results(start)['after']['nll']} | _results(run))
+      found[name].append({'float': float_nll} | _results(run))
       rows = [_row(row, measured) for row, measured in found.items() if measured]
       files.write_json(workdir / 'table.json', {'rows': rows, 'environment': records.environment()})
   table = report.markdown_table(rows, COLUMNS)
@@ -111,7 +113,8 @@ def _run(command: str, *args: str) -> None:
 def _results(run: Path) -> dict[str, Any]:
   record = records.read_record(run)
   assert record is not None, 'a run that ended well has a record'
-  return record['results']
+  scores = [row['nll'] for row in records.read_metrics(run) if row['kind'] == 'eval']
+  return record['results'] | {'best': min(scores)}
 
 
 def _row(name: str, measured: list[dict[str, Any]]) -> dict[str, Any]:
@@ -122,13 +125,13 @@ def _row(name: str, measured: list[dict[str, Any]]) -> dict[str, Any]:
     'row': name,
     'trainable': f'{measured[0]["trainable_parameters"]:,}',
     'float': round(mean(lambda m: m['float']), 4),
-    'trained': round(mean(lambda m: m['after']['nll']), 4),
+    'trained': round(mean(lambda m: m['best']), 4),
     'seeds': len(measured),
     'seconds': round(mean(lambda m: m['seconds'])),
   }
   if name == FLOAT:
     return row
-  shares = [(m['before']['nll'] - m['after']['nll']) / (m['before']['nll'] - m['float']) for m in measured]
+  shares = [(m['before']['nll'] - m['best']) / (m['before']['nll'] - m['float']) for m in measured]
   return row | {
     'rounded': round(mean(lambda m: m['before']['nll']), 4),
     'share': f'{statistics.mean(shares):.0%}',

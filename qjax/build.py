@@ -351,8 +351,9 @@ def method_of(fields: Fields, source: Source | None = None) -> Method:
   _check_sections(fields)
   p, o, s, q = fields.precision, fields.optimizer, fields.storage, fields.qat
   numerics = _numerics(fields)
-  ranges = {} if q is None else {'range_rate': q.range_rate}
-  update = Update(**dataclasses.asdict(o), rounding=p.rounding, **ranges)
+  update = Update(**dataclasses.asdict(o), rounding=p.rounding)
+  if q is not None:
+    update = dataclasses.replace(update, range_rate=q.range_rate)
   optim.check(update, fields.num_steps)
   if p.rounding == 'stochastic' and p.param == 'float16':
     raise UserError("config.precision.rounding = 'stochastic' is for bfloat16 weights, not for float16")

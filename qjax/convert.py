@@ -2,7 +2,7 @@
 
 A weight that was trained through its quantizer becomes the codes that its products saw, an adapter inside the
 quantizer goes into them, slices go into their stack, and ranges of inputs stay beside the weights. Adapters
-that were not inside a quantizer stay adapters.
+that were not inside a quantizer stay adapters, unless they are merged, which costs what `merge` reports.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,12 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qjax import adapters, storage, trees
+from qjax.errors import UserError
 from qjax.method import Method
+from qjax.quant import verify
 from qjax.quant.fake import FakeQuantized, Slices
 from qjax.quant.formats import Scheme
-from qjax.quant.qtensor import QTensor, is_at_rest, is_qtensor
+from qjax.quant.qtensor import QTensor, dequantize, is_at_rest, is_qtensor
+from qjax.storage import Rules
 
 Tree = Any
 
@@ -60,6 +64,51 @@ def convert(
   found |= {f'lora/{path}': adapter for path, adapter in lora.items()}
   found |= {f'act/{path}': high for path, high in trees.flatten(variables.get('act', {})).items()}
   return trees.nest(found)
+
+
+def merge(
+  variables: Tree,
+  rules: Rules,
+  shapes: Mapping[str, tuple[int, ...]],
+  progress: Callable[[str], None] = lambda path: None,
+) -> tuple[Tree, dict[str, np.ndarray]]:
+  """{'params': …} with adapters added to their weights, which are then put to rest by rules.
+
+  Adapters that were trained beside their weights do not survive this whole: what they change is often less
+  than a step of the scheme.
+
+  Args:
+    variables: as `convert` gives them.
+    rules: pattern over projections to a scheme or a dtype, for the weights that have an adapter.
+    shapes: of every parameter, by path.
+    progress: called with each path before it is merged.
+
+  Returns:
+    The variables without 'lora', and how much of each adapter survived, [L] by path
+    (`verify.adapter_survival`).
+
+  Raises:
+    UserError: a rule matches nothing, an adapter is left without one, or a scheme is misspelt.
+  """
+  params = trees.flatten(variables['params'], is_qtensor)
+  lora = trees.flatten(variables.get('lora', {}), adapters.is_adapter)
+  if not lora:
+    raise UserError('there is no adapter to merge')
+  kinds = trees.match_rules(rules, list(lora), 'merge')
+  survived: dict[str, np.ndarray] = {}
+  for path, adapter in lora.items():
+    progress(path)
+    each, shares = [], []
+    for layer in range(shapes[path][0]):
+      base, own = jax.tree.map(lambda x, layer=layer: x[layer], (params[path], adapter))
+      w = dequantize(base) if isinstance(base, QTensor) else base.astype(jnp.float32)
+      delta = own.delta()
+      each.append(storage.rest(np.asarray(w + delta), kinds[path], path))
+      shares.append(verify.adapter_survival({path: w}, {path: delta}, {path: each[-1]})[path])
+    params[path] = jax.tree.map(lambda *layers: jnp.stack(layers), *each)
+    survived[path] = np.asarray(shares)
+  rest = {name: tree for name, tree in variables.items() if name not in ('params', 'lora')}
+  return rest | {'params': trees.nest(params)}, survived
 
 
 def _merged(

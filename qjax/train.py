@@ -380,12 +380,9 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
       compiled = compile_step(run, state, frozen, like, key)
       start_step = run.method.course.start_step
       early = compile_step(run, state, frozen, like, key, False) if done < start_step else compiled
-    eval_step = evaluate.make_step(run.model, run.loop.loss_chunk)
-    eval_spec = dataclasses.replace(run.data, batch_size=run.data.batch_size // run.loop.accumulate)
-    held_out = eval_batches(run.dataset.eval, eval_spec, shard)
+    held_out = HeldOut(run, run.model, shard)
 
     def score(step: int) -> Score:
-      placed = ({name: x[0] for name, x in place_batch(batch, 1, run.mesh).items()} for batch in held_out)
       with Bar('evaluating', len(held_out)) as bar:
 
         def shown(done: int) -> None:
@@ -393,7 +390,7 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
           if stop.signal_number is not None:
             raise _Stop
 
-        found = evaluate.evaluate(eval_step, state.trainable, frozen, placed, shown)
+        found = held_out.score(state.trainable, frozen, shown)
       metrics.write(step, 'eval', found.as_dict())
       print(f'step {step}: held-out nll {found.nll:.4f}, perplexity {found.perplexity:.2f}, '
             f'accuracy {found.accuracy:.3f}', file=sys.stderr, flush=True)  # fmt: skip
@@ -470,6 +467,24 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
   }
   record.update(status='finished', results=results)
   return results
+
+
+class HeldOut:
+  """The batches that a run is scored on, and a compiled step for a model."""
+
+  def __init__(self, run: Run, model: Transformer, shard: tuple[int, int] = (0, 1)):
+    self._mesh = run.mesh
+    self._step = evaluate.make_step(model, run.loop.loss_chunk)
+    spec = dataclasses.replace(run.data, batch_size=run.data.batch_size // run.loop.accumulate)
+    self._batches = eval_batches(run.dataset.eval, spec, shard)
+
+  def __len__(self) -> int:
+    return len(self._batches)
+
+  def score(self, trainable: Tree, frozen: Tree, progress: Callable[[int], None]) -> Score:
+    """Of the variables that the two trees are together; `progress` hears how many batches are done."""
+    placed = ({name: x[0] for name, x in place_batch(b, 1, self._mesh).items()} for b in self._batches)
+    return evaluate.evaluate(self._step, trainable, frozen, placed, progress)
 
 
 class _Stop(Exception):

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from qjax.io import native
 from tests import small
 
 ROOT = Path(__file__).parents[1]
@@ -141,12 +143,37 @@ def test_the_worst_matrices_are_trained_and_converted(directory: Directory) -> N
   directory.run(*train)
   trained = json.loads((run / 'record.json').read_text())['trained']
   assert trained['layers'] and all(path.startswith('slices/') for path in trained['leaves'])
-  assert 'step ' in directory.run('convert', f'--run={run}')
+  assert 'held-out nll as trained' in directory.run('convert', f'--run={run}')
   assert 'exists' in directory.run('convert', f'--run={run}', status=2)
   assert 'no working directory of a run' in directory.run('convert', f'--run={where}', status=2)
   lax = {'nll_difference': 1e9, 'kl_mean': 1e9, 'kl_p99': 1e9, 'top1': 0, 'output_sqnr_db': -1e9}
   lax |= dict.fromkeys(('output_channel_drop_db', 'weight_channel_drop_db', 'weight_matrix_drop_db'), 1e9)
   assert 'PASSED' in directory.verify('targeted', *(f'--config.thresholds.{k}={v}' for k, v in lax.items()))
+
+
+def test_adapters_are_merged_and_what_that_costs_is_said(directory: Directory) -> None:
+  run, data = directory.path / 'beside', small.write_data(directory.path / 'data.jsonl')
+  settings = small.overrides(directory.path, num_steps=2, optimizer__warmup_steps=0, data__path=data)
+  settings |= {'lora.rank': 4, 'storage.projections': 'nf4:block=32'}
+  given = [f'--config.{name}={value}' for name, value in settings.items()]
+  directory.run('train', '--config=configs/qlora.py', f'--workdir={run}', *given)
+  convert = ['convert', f'--run={run}', f'--out={directory.path / "merged"}']
+  assert "'nf5' is not a format" in directory.run(*convert, '--merge=nf5', status=2)
+  printed = directory.run(*convert, '--merge=nf4:block=32')
+  scores = re.search(r'as trained ([\d.]+), as stored ([\d.]+), on', printed)
+  assert scores is not None and scores[1] != scores[2]
+  assert 'of the adapters survived' in printed
+  assert 'lora' not in native.load(directory.path / 'merged').variables
+  inside = directory.path / 'inside'
+  settings['storage.projections'] = 'int8:axis=channel'
+  given = [f'--config.{name}={value}' for name, value in settings.items()]
+  directory.run('train', '--config=configs/qat_lora.py', f'--workdir={inside}', *given)
+  printed = directory.run('convert', f'--run={inside}')
+  scores = re.search(r'as trained ([\d.]+), as stored ([\d.]+), on', printed)
+  assert scores is not None and scores[1] == scores[2]
+  assert 'no adapter to merge' in directory.run(
+    'convert', f'--run={inside}', f'--out={directory.path / "again"}', '--merge=nf4', status=2
+  )
 
 
 def test_recovery_is_measured_and_goes_on(directory: Directory) -> None:
