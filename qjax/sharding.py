@@ -26,7 +26,7 @@ RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
   (r'(.*/)?(q|k|v|gate|up)/kernel(/.*)?', (None, ('tensor', 'fsdp'))),
   (r'(.*/)?(o|down)/kernel(/.*)?', ('tensor', 'fsdp')),
   (r'(.*/)?(q|k|v)/bias', (('tensor', 'fsdp'),)),
-  (r'(.*/)?embed/embedding', ('tensor', 'fsdp')),
+  (r'(.*/)?embed/embedding(/.*)?', ('tensor', 'fsdp')),
   (r'(.*/)?head/kernel(/.*)?', (None, ('tensor', 'fsdp'))),
   (r'.*', ()),
 )

@@ -1,5 +1,6 @@
 """Methods that train through quantizers, end to end on a tiny model: what they compute, move and become."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -17,6 +18,7 @@ from qjax.errors import UserError
 from qjax.io import native
 from qjax.io.source import load_source
 from qjax.models import transformer
+from qjax.models.objective import loss_sums
 from qjax.ops import Numerics
 from qjax.quant.formats import parse_scheme
 from qjax.quant.qtensor import absmax, dequantize, is_qtensor, quantize
@@ -132,6 +134,17 @@ def test_it_learns_and_becomes_what_it_computed(home: Path, tmp_path: Path, case
   logits = jax.jit(transformer.logits, static_argnums=0)
   found, wanted = logits(plain, again.variables, *inputs), logits(run.model, variables, *inputs)
   np.testing.assert_array_equal(found, wanted)
+  # The loss of a step, whose program also has gradients, is that of these logits: codes that depend on the
+  # program would show in it, for the weights here are multiples of 1/64 and often halfway between two codes.
+
+  def objective(trainable: Any) -> tuple[jax.Array, jax.Array]:
+    sums = loss_sums(run.model, trees.combine(trainable, ready.frozen), rows[0], 64)
+    return sums.objective, sums.nll
+
+  with jax.set_mesh(run.mesh):
+    _, with_gradients = jax.jit(jax.grad(objective, has_aux=True))(start)
+    _, alone = jax.jit(objective)(start)
+  np.testing.assert_allclose(with_gradients, alone, rtol=2e-3 if compute == 'bfloat16' else 1e-5)
   quantized = [leaf for leaf in trees.flatten(after, is_qtensor).values()
                if is_qtensor(leaf) and not leaf.scheme.numbers.is_float]  # fmt: skip
   assert len(quantized) == (0 if more.get('qat__weights') == 'none' else 7)
@@ -298,6 +311,54 @@ def test_int8_forward_and_backward(home: Path):
   assert abs(found[-1]['loss'] - wanted[-1]['loss']) < 0.2
   text = both.compiled.call.as_text()
   assert 's32' in text
+
+
+@pytest.mark.parametrize(
+  'method,more',
+  [
+    ('qat', dict(
+      qat__weights='int8:axis=channel', qat__activations=STATIC, qat__activation_gradient='average')),
+    ('qat', dict(qat__weight_gradient='lsq')),
+    ('qat_lora', dict(qat__weights='nf4:block=32')),
+    ('targeted', dict(qat__weight_gradient='lsq')),
+  ],
+  ids=['inputs', 'weights', 'adapters', 'targeted'],
+)  # fmt: skip
+def test_devices_and_micro_batches_change_no_loss(home: Path, method: str, more: dict[str, Any]):
+  def losses(**how: Any) -> list[float]:
+    _, metrics = small.take_steps(prepared(home, method, **more, **how), 3)
+    return [row['loss'] for row in metrics]
+
+  one = losses()
+  # Sums in another order move a weight by an ulp, and that may move a code by one.
+  np.testing.assert_allclose(losses(mesh__data=2, mesh__fsdp=2), one, rtol=2e-4)
+  np.testing.assert_allclose(losses(micro_batch=1), one, rtol=2e-4)
+
+
+def test_an_adapter_inside_a_quantizer_needs_little_more_than_one_beside(tmp_path: Path):
+  shape = dataclasses.replace(
+    small.CONFIG, num_layers=6, d_model=128, d_ff=512, num_heads=4, head_dim=32
+  )  # fmt: skip
+  small.write(tmp_path, shape)
+  same = {'batch_size': 2, 'data__seq_len': 16, 'model__remat': 'full'}
+
+  def need(given: ConfigDict) -> int:
+    run = build.run(given, tmp_path / 'run')
+    trainable, frozen = run.method.abstract(run.shapes)
+    state = jax.eval_shape(lambda trainable: train.init_state(run, trainable), trainable)
+    blank = train._blank(run.data, (0, 1))
+    batch = {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in blank.items()}
+    with jax.set_mesh(run.mesh):
+      key = jax.eval_shape(lambda: jax.random.key(0))
+      memory = train.compile_step(run, state, frozen, batch, key).memory
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+  beside = small.config(tmp_path, 'qlora', **same)
+  inside = config(tmp_path, 'qat_lora', **same, qat__weights='nf4:block=64')
+  # The base rests in 8 bits in the place of 4, and the decoded weight of a layer is there in float32.
+  layer = 4 * (4 * 128 * 128 + 3 * 128 * 512)
+  base = sum(2 * np.prod(shape_) // 4 for shape_ in ((6, 4, 128, 128), (6, 3, 128, 512)))
+  assert need(inside) < need(beside) + base + 3 * layer
 
 
 def test_distillation_pulls_to_the_model_as_it_was(home: Path):

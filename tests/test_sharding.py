@@ -39,6 +39,7 @@ def _normal(seed, *shape):
     ('layers/mlp/down/kernel', (3, 16, 32), P(None, 'tensor', 'fsdp')),
     ('head/kernel', (16, 32), P(None, SPLIT)),
     ('embed/embedding', (32, 16), P('tensor', 'fsdp')),
+    ('embed/embedding/codes', (32, 16), P('tensor', 'fsdp')),
     ('layers/attn/k/bias', (3, 32), P(None, SPLIT)),
     ('layers/attn_norm/scale', (3, 32), P(None, None)),
     ('final_norm/scale', (32,), P(None)),

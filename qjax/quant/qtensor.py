@@ -51,7 +51,8 @@ class DoubleQuantized:
     offset = jnp.mean(scale, axis=(-2, -1))
     centred = scale - offset[..., None, None]
     padded = jnp.pad(centred, [(0, 0)] * (scale.ndim - 1) + [(0, groups * DQ_GROUP - n)])
-    step = jnp.max(jnp.abs(padded.reshape(*lead, blocks, groups, DQ_GROUP)), axis=-1) / 127
+    step = jnp.max(jnp.abs(padded.reshape(*lead, blocks, groups, DQ_GROUP)), axis=-1)
+    step = _over(step, 127)
     wide = cls._widen(step, n)
     codes = jnp.round(centred / jnp.where(wide == 0, 1, wide)).astype(jnp.int8)
     return cls(codes, step, offset)
@@ -124,9 +125,9 @@ class Float8Scales:
 
   @classmethod
   def quantize(cls, scale: jax.Array, numbers: Format) -> Self:
-    scale = scale / np.float32(numbers.scale_unit)
-    step = jnp.max(scale, axis=(-2, -1)) / np.float32(_E4M3.largest)
-    share = scale / jnp.where(step == 0, 1, step)[..., None, None]
+    scale = _over(scale, numbers.scale_unit)
+    step = _over(jnp.max(scale, axis=(-2, -1)), _E4M3.largest)
+    share = scale * (1 / jnp.where(step == 0, 1, step))[..., None, None]
     return cls(_E4M3.encode(share), step, numbers.scale_unit)
 
   def dequantize(self) -> jax.Array:
@@ -340,7 +341,7 @@ def ranges(
     low, high = _range(w, scheme)
     if clip is not None:
       low, high = low * clip, high * clip
-    scale = (high - low) / (2**numbers.bits - 1)
+    scale = _over(high - low, 2**numbers.bits - 1)
     offset = low  # in float32 whatever the scales: rounded to bfloat16 it could err by more than a step
   else:
     largest = absmax(w, scheme)
@@ -355,8 +356,12 @@ def scales_for(high: jax.Array, scheme: Scheme) -> Scales:
 
 
 def _over(x: jax.Array, number: float) -> jax.Array:
-  """x / number, rounded alike in every program: XLA would multiply a single x by the inverse."""
-  return x / jax.lax.optimization_barrier(jnp.float32(number))
+  """x · (1 / number), which rounds alike in every program.
+
+  XLA divides by one number for many in some programs, and multiplies by its inverse in others: between them
+  a scale differs by an ulp, and weights that lie halfway between two codes by a step.
+  """
+  return x * np.float32(1 / number)
 
 
 def _scales_at_rest(scale: jax.Array, scheme: Scheme) -> Scales:
@@ -377,13 +382,15 @@ def encode(w: jax.Array, scheme: Scheme, scale: jax.Array, offset: jax.Array | N
     [..., K, N]: int8 for symmetric integers, uint8 for all else.
   """
   numbers, (k, n) = scheme.numbers, w.shape[-2:]
-  step = spread(scale, scheme, k, n)
-  safe = jnp.where(step == 0, 1, step)
+  safe = jnp.where(scale == 0, 1, scale)
   w = w.astype(jnp.float32)
+  w = w if offset is None else w - spread(offset, scheme, k, n)
+  # One step for all is a number that XLA may invert, or not; see `_over`.
+  is_one = scale.shape[-2:] == (1, 1)
+  share = w * spread(1 / safe, scheme, k, n) if is_one else w / spread(safe, scheme, k, n)
   if offset is not None:
-    zero = spread(offset, scheme, k, n)
-    return jnp.clip(jnp.round((w - zero) / safe), 0, 2**numbers.bits - 1).astype(jnp.uint8)
-  return numbers.encode(w / safe)
+    return jnp.clip(jnp.round(share), 0, 2**numbers.bits - 1).astype(jnp.uint8)
+  return numbers.encode(share)
 
 
 def decode(codes: jax.Array, scheme: Scheme, scale: jax.Array, offset: jax.Array | None = None) -> jax.Array:
