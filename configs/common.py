@@ -94,7 +94,7 @@ def add_qat(config: ConfigDict) -> None:
   # Of static activation schemes: ste | lsq | pact | average (ranges follow a moving average of what is seen).
   config.qat.activation_gradient = 'ste'
   # Of ranges that learn: the share of itself by which one moves a step; it follows optimizer.schedule.
-  config.qat.range_rate = 0.01
+  config.qat.range_rate = 0.001
   config.qat.momentum = 0.9  # of that average
   config.qat.start_step = 0  # steps before nothing is quantized
   config.qat.freeze_step = 0  # the step from which ranges stay as they are; 0 is never

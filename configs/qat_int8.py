@@ -3,8 +3,9 @@
   python -m experiments.train --config=configs/qat_int8.py
   python -m experiments.convert --run=runs/qat_int8
 
-One range for a whole tensor of inputs is what breaks W8A8 most, and what is cheapest to run. The ranges
-follow a moving average: Adam moves a leaf by its learning rate a step, which is nothing for ranges of tens.
+One range for a whole tensor of inputs is what breaks W8A8 most, and what is cheapest to run. The ranges start
+at the largest magnitudes and learn: of 20 steps from a fine-tuned model, which rounding takes from 3.193 to
+4.001 held-out nats, ranges that learn (lsq) lead back to 3.400, a moving average of what is seen to 3.560.
 """
 
 from ml_collections import ConfigDict
@@ -21,5 +22,6 @@ def get_config() -> ConfigDict:
   common.add_qat(config)
   config.qat.weights = 'int8:axis=channel'
   config.qat.activations = (('.*', 'int8:axis=tensor,static'),)
-  config.qat.activation_gradient = 'average'
+  config.qat.activation_gradient = 'lsq'
+  config.qat.range_rate = 0.05
   return config
