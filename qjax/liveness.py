@@ -41,6 +41,9 @@ _EXPENSIVE = frozenset({
   'sin', 'cos', 'rem', 'random_bits', 'threefry2x32',
 })  # fmt: skip
 
+# Labels of arguments that a step reads and multiplies, and does not compute.
+RESTING = ('weights', 'adapters')
+
 
 @dataclasses.dataclass(eq=False)
 class Value:
@@ -112,6 +115,8 @@ class _Reader:
 
   def __init__(self, platform: str):
     self.platform = platform
+    self.literals: dict[Any, Value] = {}
+    self.done: dict[Any, list[Value]] = {}  # what is computed twice is computed once
 
   def read(self, closed: Any, inputs: Sequence[Value], into: list[Operation]) -> list[Value]:
     jaxpr, consts = (closed.jaxpr, closed.consts) if isinstance(closed, core.ClosedJaxpr) else (closed, ())
@@ -123,11 +128,11 @@ class _Reader:
     known.update(zip(jaxpr.invars, inputs, strict=True))
 
     def value(atom: Any) -> Value:
-      if isinstance(atom, core.Literal):
-        constant = _array(atom)
-        constant.is_constant = True
-        return constant
-      return known[atom]
+      if not isinstance(atom, core.Literal):
+        return known[atom]
+      constant = _array(atom)
+      constant.is_constant = True
+      return self.literals.setdefault((str(atom.val), constant.dtype, constant.shape), constant)
 
     for eqn in jaxpr.eqns:
       name, operands = eqn.primitive.name, [value(atom) for atom in eqn.invars]
@@ -145,7 +150,11 @@ class _Reader:
         results = self.read(inner, operands[len(operands) - len(_open(inner).invars) :], into)
       else:
         results = [_array(variable) for variable in eqn.outvars]
-        into.append(self._operation(eqn, name, operands, results))
+        key = (name, tuple(operands), '' if name in _LOOPS else str(eqn.params))
+        if name in _LOOPS or name == 'optimization_barrier' or key not in self.done:
+          into.append(self._operation(eqn, name, operands, results))
+          self.done[key] = results
+        results = self.done[key]
       known.update(zip(eqn.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
 
@@ -313,12 +322,15 @@ class Liveness:
 
   Args:
     size: bytes that an array takes on the device, padding included.
-    fuses_products: products read operands that are converted on the way, and convert their results (TPU).
+    is_eager: within a layer, what can start starts, as XLA schedules for GPUs, while what is made of weights
+      alone waits for its use; otherwise operations keep the program's order.
+    recomputes: what is cheap and needed again later is computed again; XLA's CPU backend keeps it, too.
   """
 
-  def __init__(self, size: Callable[[Value], int], fuses_products: bool = False):
+  def __init__(self, size: Callable[[Value], int], is_eager: bool = False, recomputes: bool = True):
     self.size = size
-    self.fuses_products = fuses_products
+    self.is_eager = is_eager
+    self.recomputes = recomputes
 
   def moments(
     self, operations: Sequence[Operation], held: Iterable[Value], results: Iterable[Value], label: str = ''
@@ -331,8 +343,32 @@ class Liveness:
       results: what is there after.
       label: of what the block makes, where nothing better is known.
     """
+    if self.is_eager and label == 'layer':
+      operations = _eagerly(operations)
     block = _Block(self, operations, set(held), list(results))
     return block.moments(label)
+
+
+def _eagerly(operations: Sequence[Operation]) -> list[Operation]:
+  """By the longest way to an operation from the block's inputs; what comes from weights alone before its use."""
+  depth: dict[Value, float] = {}
+  at_rest: set[Value] = set()
+  rank: dict[int, float] = {}
+  for index, operation in enumerate(operations):
+    inputs = [operand for operand in operation.operands if not operand.is_constant]
+    rank[index] = 1 + max((depth.get(operand, 0) for operand in inputs), default=0)
+    depth.update(dict.fromkeys(operation.results, rank[index]))
+    if all(operand in at_rest or operand.label in RESTING for operand in inputs):
+      at_rest.update(operation.results)
+      depth.update(dict.fromkeys(operation.results, 0))
+  used: dict[Value, float] = {}
+  for index in reversed(range(len(operations))):
+    operation = operations[index]
+    if operation.results and all(result in at_rest for result in operation.results):
+      rank[index] = min(used.get(result, math.inf) for result in operation.results) - 1e-3
+    for operand in operation.operands:
+      used[operand] = min(used.get(operand, math.inf), rank[index])
+  return [operations[index] for index in sorted(rank, key=lambda index: (rank[index], index))]
 
 
 class _Block:
@@ -365,7 +401,8 @@ class _Block:
     costly: set[Value] = set()
     for operation in self.operations:
       above = max((level.get(operand, 0) for operand in operation.operands), default=0)
-      is_costly = self._is_expensive(operation) or any(operand in costly for operand in operation.operands)
+      is_costly = not self.rules.recomputes and operation.name not in _VIEWS
+      is_costly |= self._is_expensive(operation) or any(operand in costly for operand in operation.operands)
       for result in operation.results:
         level[result] = above + (result in self.in_memory)
         if is_costly and result not in self.in_memory and result.shape:

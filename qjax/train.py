@@ -504,7 +504,7 @@ def measure(trainable: Tree, frozen: Tree, state: State) -> dict[str, int]:
   }
 
 
-def kernels_used(run: Run) -> dict[str, str]:
+def kernels_used(run: Program) -> dict[str, str]:
   """Which implementations run, for the record."""
   dtype = run.method.numerics.policy.compute
   return {
