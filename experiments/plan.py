@@ -2,7 +2,7 @@
 
   python -m experiments.plan --config=configs/qlora_7b.py --chip=rtx4090,v5e
   python -m experiments.plan --config=configs/lora_7b.py --chip=rtx4090 --compile --picture=plan.png
-  python -m experiments.plan --config=configs/qlora.py --config.model.path=shapes:llama3_8b --chip=l4 --find=batch
+  python -m experiments.plan --config=configs/qlora_7b.py --config.model.path=shapes:llama3_8b --find=batch
   python -m experiments.plan --validate
 
 The model need not be there: model.path may be 'shapes:llama2_7b' (a misspelt name lists them all) or
@@ -39,7 +39,7 @@ from qjax import build, chips, files, report
 from qjax.cache import cache_dir
 from qjax.chips import GIB, Chip
 from qjax.errors import UserError
-from qjax.plan import PARTS, Plan, Traced, compile_for, from_compiler, largest
+from qjax.plan import PARTS, Plan, Traced, capacity, compile_for, from_compiler, largest
 from qjax.progress import stage
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Lab note to plan, such as configs/qlora_7b.py.')
@@ -122,7 +122,8 @@ def _compiled(config: ConfigDict, chip: Chip) -> dict[str, Any]:
   try:
     found = chips.call('experiments.plan:compile_step', {'config': config.to_dict(), 'chip': chip.name})
   except chips.CompileError as error:
-    raise UserError(f'{chip.name}: the step was not compiled: {error}. Without --compile it is estimated') from error
+    reason = f'{chip.name}: the step was not compiled: {error}'
+    raise UserError(f'{reason}. Without --compile it is estimated') from error
   files.write_json(path, found)
   return found
 
@@ -231,7 +232,7 @@ def _search(config: ConfigDict, chip: Chip, what: str) -> int | str | None:
     print(f'  {_shape(changed)}: {_gib(plan.peak_bytes)}', file=sys.stderr)
     return plan.fits
 
-  with stage(f'searching for the {what} on {chip.name}, which has {_gib(_capacity(chip))}'):
+  with stage(f'searching for the {what} on {chip.name}, which has {_gib(capacity(chip))}'):
     if what == 'method':
       return next((method for method in METHODS if fits(_by(method, config))), None)
     if what == 'batch':
@@ -242,12 +243,6 @@ def _search(config: ConfigDict, chip: Chip, what: str) -> int | str | None:
 
 
 # ---- what is shown -----------------------------------------------------------------------------------------
-
-
-def _capacity(chip: Chip) -> int:
-  from qjax.plan import capacity
-
-  return capacity(chip)
 
 
 def _gib(size: float) -> str:
@@ -283,8 +278,8 @@ def _remark(plans: Sequence[Plan]) -> None:
   """What the numbers are for."""
   kernels = plans[0].kernels
   print(
-    f'for matmul = {kernels["matmul"]} and attention = {kernels["attention"]}, whatever the chip would choose; '
-    'nothing here was measured on a chip'
+    f'for matmul = {kernels["matmul"]} and attention = {kernels["attention"]}, whatever the chip would '
+    'choose; nothing here was measured on a chip'
   )
 
 
@@ -310,7 +305,7 @@ CASES: tuple[tuple[str, str, int, int, dict[str, Any], str], ...] = (
 
 def _validate() -> int:
   """Prints a row for each case; the status is 0 if the arithmetic is within 5 % in at least twelve."""
-  rows = []
+  rows: list[dict[str, Any]] = []
   for name, model, batch, length, fields, where in CASES:
     config = importlib.import_module(f'configs.{name}').get_config()
     shape = {'model__path': f'shapes:{model}', 'batch_size': batch, 'micro_batch': batch}
@@ -330,7 +325,8 @@ def _validate() -> int:
     table.add_column(heading)
   for row in rows:
     sizes = (f'{row[name]:.2f} GiB' for name in ('compiler_gib', 'arithmetic_gib'))
-    table.add_row(*(str(row[name]) for name in ('config', 'model', 'batch', 'chip')), *sizes, f'{row["off"]:+.1%}')
+    what = (str(row[name]) for name in ('config', 'model', 'batch', 'chip'))
+    table.add_row(*what, *sizes, f'{row["off"]:+.1%}')
   Console().print(table)
   near = sum(abs(row['off']) <= 0.05 for row in rows)
   print(f'within 5 %: {near} of {len(rows)}')

@@ -401,7 +401,8 @@ def _program(fields: Fields, source: Source, devices: list[jax.Device] | None = 
         "config.precision.compute = 'float16' needs a loss scale, or small gradients vanish; use 'dynamic'"
     )
   spec = pipeline.DataSpec(fields.batch_size, d.seq_len, fields.seed, d.pack, d.template, d.too_long)  # type: ignore[arg-type]
-  mesh = sharding.make_mesh(sharding.MeshSpec(fields.mesh.data, fields.mesh.fsdp, fields.mesh.tensor), devices)
+  axes = sharding.MeshSpec(fields.mesh.data, fields.mesh.fsdp, fields.mesh.tensor)
+  mesh = sharding.make_mesh(axes, devices)
   shards = mesh.shape['data'] * mesh.shape['fsdp']
   rows, left = divmod(fields.batch_size, shards)
   if left:

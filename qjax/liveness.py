@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend import core
 
 # Operations whose operands and results are in memory.
-_PRODUCTS = frozenset({'dot_general', 'conv_general_dilated', 'ragged_dot_general', 'pallas_call', 'custom_call'})
+_PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'pallas_call', 'custom_call'})
 _LOOPS = frozenset({'scan', 'while'})
 _HARD = _PRODUCTS | _LOOPS | {'sort', 'scatter', 'scatter-add', 'scatter_add', 'top_k', 'cumsum', 'fft'}
 # Reductions fuse what they read, but their results are in memory.
@@ -37,8 +37,8 @@ _VIEWS = frozenset({
 })  # fmt: skip
 # Elementwise work that XLA rather keeps than does twice.
 _EXPENSIVE = frozenset({
-  'div', 'sqrt', 'rsqrt', 'cbrt', 'exp', 'exp2', 'expm1', 'log', 'log1p', 'pow', 'tanh', 'logistic', 'erf', 'erfc',
-  'sin', 'cos', 'rem', 'random_bits', 'threefry2x32',
+  'div', 'sqrt', 'rsqrt', 'cbrt', 'exp', 'exp2', 'expm1', 'log', 'log1p', 'pow', 'tanh', 'logistic', 'erf',
+  'erfc', 'sin', 'cos', 'rem', 'random_bits', 'threefry2x32',
 })  # fmt: skip
 
 # Labels of arguments that a step reads and multiplies, and does not compute.
@@ -276,14 +276,14 @@ def annotate(operations: Sequence[Operation], layers: int, trained: Iterable[tup
   """Labels what loops keep and work on.
 
   A loop of `layers` turns works on a 'layer'; stacks that it leaves for another loop are 'activations', other
-  stacks and what has the shape of something trained are 'gradients'. Another loop without loops of its own
-  is one over the vocabulary and works on 'logits'.
+  stacks and products with the shape of something trained are 'gradients'. Another loop without loops of its
+  own is one over the vocabulary and works on 'logits'.
   """
   shapes = set(trained)
   later: set[Value] = set()  # read, slice by slice, by a loop that comes afterwards
   for operation in reversed(operations):
     for result in operation.results:
-      if result.shape in shapes and result.dtype == np.float32:
+      if operation.name in _HARD and result.shape in shapes and result.dtype == np.float32:
         result.label = 'gradients'
     body = operation.body
     if body is None:
@@ -350,7 +350,7 @@ class Liveness:
 
 
 def _eagerly(operations: Sequence[Operation]) -> list[Operation]:
-  """By the longest way to an operation from the block's inputs; what comes from weights alone before its use."""
+  """By the longest way from the block's inputs to an operation; what weights alone give, before its use."""
   depth: dict[Value, float] = {}
   at_rest: set[Value] = set()
   rank: dict[int, float] = {}

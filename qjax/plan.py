@@ -1,7 +1,8 @@
 """What a step of training needs on a chip that is not here: memory, what takes it, and the least time.
 
-Arithmetic: the step is traced with shapes for weights, and `liveness` says what it holds at its fullest moment.
-What rests (weights, adapters, moments) is counted from the method's own trees, so nothing here knows a method.
+Arithmetic: the step is traced with shapes for weights, and `liveness` says what it holds at its fullest
+moment. What rests (weights, adapters, moments) is counted from the method's own trees, so nothing here knows
+a method.
 
 Compiler: XLA for the chip, which needs no chip, compiles the same step and says what it would reserve
 (`compile_for`, to be called in a process that `chips.call` started).
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qjax import liveness, sharding, train
+from qjax import liveness, sharding, train, trees
 from qjax.chips import GIB, Chip
 from qjax.errors import UserError
 from qjax.liveness import Liveness, Value
@@ -34,7 +35,9 @@ Tree = Any
 # What takes the room, in the order of tables and pictures.
 PARTS = ('weights', 'adapters', 'moments', 'gradients', 'activations', 'logits', 'temporaries')
 # Labels of `liveness` under other names here.
-_PART_OF = {'layer': 'temporaries', 'batch': 'temporaries', '': 'temporaries'}
+_PART_OF = {'layer': 'temporaries', '': 'temporaries'}
+# Remat policies under which the backward pass multiplies by v's weights once more.
+_MULTIPLIES_AGAIN = ('full', 'attention')
 # XLA's scheduling for this effort takes a tenth of the time and moves large programs by about one percent.
 QUICK = -1.0
 _PLATFORM = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
@@ -123,10 +126,10 @@ def _labels(state: train.State, frozen: Tree, batch: Tree) -> list[str]:
   trained = {
     name: named(tree, 'adapters' if name == 'lora' else 'weights') for name, tree in state.trainable.items()
   }
-  labelled = train.State(
-    '', trained, named(state.optimizer, 'moments'), named(state.loss_scale, 'temporaries')
-  )  # type: ignore[arg-type]
-  return jax.tree.leaves((labelled, named(frozen, 'weights'), named(batch, 'batch'), ''))
+  others: dict[str, Any] = {'step': '', 'loss_scale': named(state.loss_scale, '')}
+  moments = named(state.optimizer, 'moments')
+  labelled = dataclasses.replace(state, trainable=trained, optimizer=moments, **others)
+  return jax.tree.leaves((labelled, named(frozen, 'weights'), named(batch, ''), ''))
 
 
 class Traced:
@@ -146,8 +149,9 @@ class Traced:
     with jax.set_mesh(program.mesh):
       self._closed = jax.make_jaxpr(step)(*args)
     self._labels = _labels(*args[:3])
+    self._weights = trees.combine(args[0].trainable, args[1])
     self._trained = [leaf.shape for leaf in jax.tree.leaves(args[0].trainable)]
-    self._state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(args[0]))
+    self._state_bytes = trees.nbytes(args[0])
     self._read: dict[str, liveness.Program] = {}
 
   @property
@@ -172,6 +176,8 @@ class Traced:
     for argument in read.arguments:
       held[argument.label] += size(argument)
     held.update(fullest.held)
+    if chip.kind == 'tpu':
+      held[''] += self._turned_bytes()
     parts = dict.fromkeys(PARTS, 0)
     for label, count in held.items():
       parts[_PART_OF.get(label, label)] += count
@@ -179,6 +185,16 @@ class Traced:
       chip.name, 'arithmetic', sum(parts.values()), 0, capacity(chip), parts, self.step_seconds(chip),
       self.tokens, train.kernels_used(self.program),
     )  # fmt: skip
+
+  def _turned_bytes(self) -> int:
+    """Of the second copy of v's weights, inputs last, that XLA makes for a TPU before the loop over layers.
+
+    It does so where v is computed in the backward pass, too; seen in programs compiled for v5e and v6e.
+    """
+    if self.program.model.remat not in _MULTIPLIES_AGAIN:
+      return 0
+    leaves = jax.tree.leaves(self._weights['params']['layers']['attn']['v']['kernel'])
+    return max(leaf.size * min(leaf.dtype.itemsize, 2) for leaf in leaves)  # float32 is cast on the way
 
   def step_seconds(self, chip: Chip) -> float | None:
     """The least time of a step: products at the peak rate, or memory traffic at full bandwidth."""
@@ -228,9 +244,10 @@ def compile_for(program: train.Program) -> dict[str, Any]:
   # An attribute that only some versions have; without it compiling takes longer.
   if hasattr(jax.config, 'jax_exec_time_optimization_effort'):
     jax.config.update('jax_exec_time_optimization_effort', QUICK)
+  args = arguments(program)  # not below, where the mesh's devices, which are not here, would make the key
   try:
     with jax.set_mesh(program.mesh):
-      memory = train.compile_step(program, *arguments(program)).memory
+      memory = train.compile_step(program, *args).memory
   except jax.errors.JaxRuntimeError as error:
     needed = _needed(str(error))
     if needed is None:

@@ -387,7 +387,7 @@ def write_verification(record: Record, directory: Path) -> None:
 
 
 def plan_picture(plans: Sequence[Record]) -> bytes:
-  """A PNG of plans as `experiments.plan --json` prints them: what takes the room of each chip, as stacked bars.
+  """A PNG of plans as `experiments.plan --json` prints them: what takes the room of each chip, as a stack.
 
   A line marks what the chip has.
 
