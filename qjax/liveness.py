@@ -102,10 +102,12 @@ def _array(variable: Any, label: str = '') -> Value:
 
 
 def _inner(eqn: Any) -> Any:
-  """The jaxpr of a call that is no loop and no branch, None for other equations."""
+  """The jaxpr of a call that is no loop, branch or kernel, None for other equations."""
+  if eqn.primitive.name in (*_LOOPS, *_PRODUCTS, 'cond'):
+    return None
   for name in ('jaxpr', 'call_jaxpr', 'fun_jaxpr'):
     found = eqn.params.get(name)
-    if isinstance(found, core.ClosedJaxpr | core.Jaxpr) and eqn.primitive.name not in (*_LOOPS, 'cond'):
+    if isinstance(found, core.ClosedJaxpr | core.Jaxpr):
       return found
   return None
 
