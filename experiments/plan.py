@@ -11,7 +11,7 @@ The model need not be there: model.path may be 'shapes:llama2_7b' (a misspelt na
 Numbers come from arithmetic over the traced step, in seconds. With --compile they come from XLA's own
 compiler for the chip, which runs here in a process of its own and takes half a minute or more (pip install
 'qjax[plan]' for chips that are not a CPU); answers are kept. Where the config does not fit, what would make
-it fit is listed, the cheapest first, each with its effect on top of those before.
+it fit is listed, the cheapest first, each with its effect on top of what saved before.
 
 --find=batch      the most rows at a time that fit
 --find=sequence   the most tokens a row that fit
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
   _remark(plans)
   for chip, plan in zip(wanted, plans, strict=True):
     if not plan.fits:
-      console.print(_advice(config, chip, plan))
+      console.print(_advice(config, chip, traced.plan(chip)))
   records = [plan.record() for plan in plans]
   if _PICTURE.value:
     path = Path(_PICTURE.value)
@@ -179,42 +179,44 @@ def _estimate(config: ConfigDict, chip: Chip) -> Plan:
   return Traced(build.program(config)).plan(chip)
 
 
-def _steps_down(config: ConfigDict) -> Iterator[tuple[str, ConfigDict]]:
-  """Changes that save memory, each on top of those before: no other result first, then what costs quality."""
-
-  def told(**fields: Any) -> tuple[str, ConfigDict]:
-    nonlocal config
-    config = _changed(config, **fields)
-    text = ' '.join(f'--config.{name.replace("__", ".")}={value}' for name, value in fields.items())
-    return text, config
-
+def _steps_down(config: ConfigDict) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+  """What may save memory, as other fields or another method: first what changes no result, then what does."""
+  fields: list[dict[str, Any]] = []
   if min(config.micro_batch, config.batch_size) > 1:
-    yield told(micro_batch=1)
+    fields.append({'micro_batch': 1})
   if config.model.remat != 'full':
-    yield told(model__remat='full')
+    fields.append({'model__remat': 'full'})
   if config.model.loss_chunk > 2048:
-    yield told(model__loss_chunk=2048)
-  for method in METHODS[1:]:
-    order = {'qat': 0, 'full': 0, 'lora': 1}
-    if order.get(config.method, 2) < METHODS.index(method):
-      config = _by(method, config)
-      yield f'{method} (configs/{method}.py with this model and these batches)', config
+    fields.append({'model__loss_chunk': 2048})
+  for change in fields:
+    yield _spelled(change), change
+  simpler = {'full': METHODS[1:], 'qat': METHODS[1:], 'lora': METHODS[2:]}
+  for method in simpler.get(config.method, ()):
+    yield f'{method} (configs/{method}.py with this model and these batches)', method
   length = config.data.seq_len // 2
   while length >= SEQUENCE_STEP:
-    yield told(data__seq_len=length)
+    yield _spelled({'data__seq_len': length}), {'data__seq_len': length}
     length //= 2
 
 
+def _spelled(fields: Mapping[str, Any]) -> str:
+  return ' '.join(f'--config.{name.replace("__", ".")}={value}' for name, value in fields.items())
+
+
 def _advice(config: ConfigDict, chip: Chip, plan: Plan) -> Table:
-  table = Table(title=f'{chip.name}: what would make it fit, each on top of those above (arithmetic)')
-  for heading in ('change', 'peak', 'fits'):
+  table = Table(title=f'{chip.name}: what would make it fit, each on top of what saved before (arithmetic)')
+  for heading in ('change', 'peak', 'saves', 'fits'):
     table.add_column(heading)
-  table.add_row('as it is', _gib(plan.peak_bytes), 'no')
-  for text, changed in _steps_down(config):
+  table.add_row('as it is', _gib(plan.peak_bytes), '', 'no')
+  for text, change in _steps_down(config):
+    changed = _by(change, config) if isinstance(change, str) else _changed(config, **change)
     found = _estimate(changed, chip)
-    table.add_row(text, _gib(found.peak_bytes), 'yes' if found.fits else 'no')
+    saved = plan.peak_bytes - found.peak_bytes
+    table.add_row(text, _gib(found.peak_bytes), _gib(max(saved, 0)), 'yes' if found.fits else 'no')
     if found.fits:
       break
+    if saved > 0:
+      config, plan = changed, found
   return table
 
 

@@ -402,7 +402,7 @@ def plan_picture(plans: Sequence[Record]) -> bytes:
     axes.bar(range(len(plans)), sizes, 0.6, bottoms, color=colour, label=part)
     bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
   for i, (plan, top) in enumerate(zip(plans, bottoms, strict=True)):
-    label = 'has' if i == 0 else None
+    label = 'there is' if i == 0 else None
     axes.hlines(plan['capacity_gib'], i - 0.4, i + 0.4, 'black', linestyles='dashed', label=label)
     axes.annotate(f'{plan["peak_gib"]:.1f}', (i, top), ha='center', va='bottom')
   names = [f'{plan["chip"]}\n{"fits" if plan["fits"] else "does not fit"}' for plan in plans]
