@@ -31,6 +31,7 @@ from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -57,7 +58,7 @@ CACHE = 'plans'
 # What changes neither the program nor its size.
 _COSMETIC = ('name', 'seed', 'eval_every', 'checkpoint_every', 'max_skips')
 # Sources of ours that no program is made of.
-_BESIDE = ('plan.py', 'liveness.py', 'report.py')
+_BESIDE = ('plan.py', 'operations.py', 'liveness.py', 'report.py')
 
 
 def main(argv: list[str]) -> int:
@@ -293,12 +294,13 @@ def _remark(plans: Sequence[Plan]) -> None:
 CASES: tuple[tuple[str, str, int, int, dict[str, Any], str], ...] = (
   ('full', 'smollm2_135m', 8, 256, {}, 'cpu rtx4090 v5e'),
   ('lora', 'smollm2_135m', 8, 256, {}, 'cpu rtx4090 v5e'),
-  ('qlora', 'smollm2_135m', 8, 256, {}, 'cpu rtx4090'),
+  ('qlora', 'smollm2_135m', 8, 256, {}, 'cpu rtx4090 v5e'),
   ('qat_int8', 'smollm2_135m', 8, 256, {}, 'cpu rtx4090 v5e'),
   ('full', 'tinyllama_1b', 1, 1024, {}, 'h100 v6e'),
   ('qat_int8', 'tinyllama_1b', 1, 1024, {}, 'h100'),
   ('lora', 'tinyllama_1b', 1, 2048, {}, 'rtx4090 v5e'),
   ('qlora', 'tinyllama_1b', 1, 2048, {}, 'rtx4090 v6e'),
+  ('qlora', 'tinyllama_1b', 1, 2048, {'model__remat': 'full'}, 'rtx4090'),
   ('full', 'llama2_7b', 1, 1024, {}, 'h100'),
   ('lora', 'llama2_7b', 1, 2048, {}, 'v6e'),
   ('lora_7b', 'llama2_7b', 1, 1024, {}, 'rtx4090 v5e'),
@@ -324,9 +326,9 @@ def _validate() -> int:
         'compiler_gib': compiled.peak_bytes / GIB, 'arithmetic_gib': estimate.peak_bytes / GIB,
         'off': estimate.peak_bytes / compiled.peak_bytes - 1,
       })  # fmt: skip
-  table = Table(title='Peak device memory of one step')
+  table = Table(title='Peak device memory of one step', box=box.SIMPLE)
   for heading in ('config', 'model', 'batch', 'chip', 'compiler', 'arithmetic', 'off'):
-    table.add_column(heading)
+    table.add_column(heading, no_wrap=True)
   for row in rows:
     sizes = (f'{row[name]:.2f} GiB' for name in ('compiler_gib', 'arithmetic_gib'))
     what = (str(row[name]) for name in ('config', 'model', 'batch', 'chip'))

@@ -25,10 +25,11 @@ import jax.numpy as jnp
 import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qjax import liveness, sharding, train, trees
+from qjax import liveness, operations, sharding, train, trees
 from qjax.chips import GIB, Chip
 from qjax.errors import UserError
-from qjax.liveness import Liveness, Value
+from qjax.liveness import Liveness
+from qjax.operations import Value
 
 Tree = Any
 
@@ -152,15 +153,15 @@ class Traced:
     self._weights = trees.combine(args[0].trainable, args[1])
     self._trained = [leaf.shape for leaf in jax.tree.leaves(args[0].trainable)]
     self._state_bytes = trees.nbytes(args[0])
-    self._read: dict[str, liveness.Program] = {}
+    self._read: dict[str, operations.Program] = {}
 
   @property
   def tokens(self) -> int:
     return self.program.data.batch_size * self.program.data.seq_len
 
-  def _for(self, kind: str) -> liveness.Program:
+  def _for(self, kind: str) -> operations.Program:
     if kind not in self._read:
-      found = liveness.read(self._closed, self._labels, _PLATFORM[kind])
+      found = operations.read(self._closed, self._labels, _PLATFORM[kind])
       liveness.annotate(found.operations, self.program.model.config.num_layers, self._trained)
       self._read[kind] = found
     return self._read[kind]
@@ -203,9 +204,9 @@ class Traced:
     read = self._for(chip.kind)
     products = sum(
       count / chip.flops.get(dtype, chip.flops['float32'])
-      for dtype, count in liveness.flops(read.operations).items()
+      for dtype, count in operations.flops(read.operations).items()
     )
-    moved = liveness.traffic(read.operations) + 2 * self._state_bytes
+    moved = operations.traffic(read.operations) + 2 * self._state_bytes
     return max(products, moved / chip.bandwidth)
 
 

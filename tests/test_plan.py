@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from configs import common, lora_7b, qlora_7b
 from experiments import plan as command
-from qjax import build, chips, liveness, plan, report, train, trees
+from qjax import build, chips, operations, plan, report, train, trees
 from qjax.errors import UserError
 from qjax.io.source import load_source
 from qjax.liveness import Liveness
@@ -82,7 +82,7 @@ def test_a_shape_cannot_be_trained_or_read(directory: Path) -> None:
 def peak(fn: Callable[..., Any], *args: Any, platform: str = 'cuda', **rules: Any) -> int:
   """Bytes beside arguments and results."""
   closed = jax.make_jaxpr(fn)(*args)
-  program = liveness.read(closed, [''] * len(args), platform)
+  program = operations.read(closed, [''] * len(args), platform)
   found = Liveness(lambda value: value.nbytes, **rules).moments(
     program.operations, {*program.arguments, *program.results}, program.results
   )
@@ -170,9 +170,9 @@ def test_products_are_counted() -> None:
     y, _ = jax.lax.scan(lambda x, _: (x @ W, None), x, None, length=5)
     return y.astype(jnp.bfloat16) @ W.astype(jnp.bfloat16)
 
-  program = liveness.read(jax.make_jaxpr(loop)(X), [''], 'cpu')
+  program = operations.read(jax.make_jaxpr(loop)(X), [''], 'cpu')
   once = 2 * 32 * 64 * 64
-  assert liveness.flops(program.operations) == {'float32': 5 * once, 'bfloat16': once}
+  assert operations.flops(program.operations) == {'float32': 5 * once, 'bfloat16': once}
 
 
 # ---- plans -------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_more_work_takes_more_room(directory: Path) -> None:
 
 def test_tiles_of_a_tpu_are_filled() -> None:
   def tiled(shape: tuple[int, ...], dtype: str) -> int:
-    return plan._tiled(liveness.Value(shape, np.dtype(dtype)))
+    return plan._tiled(operations.Value(shape, np.dtype(dtype)))
 
   assert tiled((16, 256), 'float32') == 16 * 256 * 4
   assert tiled((256, 64), 'float32') == 256 * 64 * 4  # turned
