@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
   with stage('tracing the step'):
     traced = Traced(build.program(config))
   plans = [_plan(config, traced, chip) for chip in wanted]
-  console = Console()
+  console = _console()
   console.print(_table(config, plans))
   _remark(plans)
   for chip, plan in zip(wanted, plans, strict=True):
@@ -250,6 +250,11 @@ def _search(config: ConfigDict, chip: Chip, what: str) -> int | str | None:
 # ---- what is shown -----------------------------------------------------------------------------------------
 
 
+def _console() -> Console:
+  """Standard output, wide enough for every table where it is no terminal."""
+  return Console(width=None if sys.stdout.isatty() else 100)
+
+
 def _gib(size: float) -> str:
   return f'{size / GIB:.2f} GiB'
 
@@ -333,7 +338,7 @@ def _validate() -> int:
     sizes = (f'{row[name]:.2f} GiB' for name in ('compiler_gib', 'arithmetic_gib'))
     what = (str(row[name]) for name in ('config', 'model', 'batch', 'chip'))
     table.add_row(*what, *sizes, f'{row["off"]:+.1%}')
-  Console().print(table)
+  _console().print(table)
   near = sum(abs(row['off']) <= 0.05 for row in rows)
   print(f'within 5 %: {near} of {len(rows)}')
   if _JSON.value:
