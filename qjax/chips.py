@@ -73,8 +73,8 @@ def _gpu(
 
 
 # TPU: cloud.google.com/tpu/docs (v5e, v5p, v6e, tpu7x), memory as libtpu enforces it; one of the two cores of
-# a tpu7x chip is a device. float32 takes six passes of bfloat16. GPU: from NVIDIA; float32 is without
-# TF32, half precision with float32 sums (a GeForce halves its rate for that).
+# a tpu7x chip is a device. float32 takes six passes of bfloat16. GPU: NVIDIA's data sheets; float32 is
+# without TF32, half precision with float32 sums (a GeForce halves its rate for that).
 CHIPS = {
   chip.name: chip
   for chip in (
