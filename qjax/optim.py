@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,15 @@ import optax
 from qjax import precision, trees
 from qjax.errors import UserError, nearest
 from qjax.method import Update
+from qjax.quant import moments
+from qjax.quant.moments import Moment
 
 Tree = Any
 F = TypeVar('F', bound=Callable[..., Any])
 SCHEDULES = ('constant', 'linear', 'cosine')
+KINDS = ('separate', 'fused', 'fused_global')
+# The smallest leaf whose moments rest in 8 bits, as in Dettmers et al. 2022.
+LEAST_8BIT = 4096
 
 
 def check(update: Update, total_steps: int) -> None:
@@ -23,6 +28,10 @@ def check(update: Update, total_steps: int) -> None:
   Raises:
     UserError: naming the field.
   """
+  if update.name not in OPTIMIZERS:
+    raise UserError(f'optimizer.name = {update.name!r} is not known{nearest(update.name, OPTIMIZERS)}')
+  if update.kind not in KINDS:
+    raise UserError(f'optimizer.update = {update.kind!r} is not known{nearest(update.kind, KINDS)}')
   if not update.learning_rate > 0:
     raise UserError(f'optimizer.learning_rate = {update.learning_rate} must be above 0')
   if update.schedule not in SCHEDULES:
@@ -85,23 +94,74 @@ def _decays(tree: Tree) -> Tree:
   )
 
 
+class _Adam8bit(NamedTuple):
+  """Counter, and both moments of each leaf: a `Moment`, or float32 where those would save nothing."""
+
+  count: jax.Array
+  mu: Tree
+  nu: Tree
+
+
+def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
+  """Adam's direction from moments that rest in 8 bits; the arithmetic between is float32.
+
+  Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Leaves of fewer than 4096 elements, and
+  those that weight decay spares, keep float32 moments.
+  """
+  is_moment = lambda x: isinstance(x, Moment)
+  wide = lambda tree: jax.tree.map(lambda m: m.decode() if is_moment(m) else m, tree, is_leaf=is_moment)
+
+  def init(params: Tree) -> _Adam8bit:
+    def zeros(signed: bool) -> Tree:
+      def one(w: jax.Array, is_matrix: bool) -> Any:
+        like = jnp.zeros(w.shape, jnp.float32)
+        return moments.encode(like, signed) if is_matrix and w.size >= LEAST_8BIT else like
+
+      return jax.tree.map(one, params, _decays(params))
+
+    return _Adam8bit(jnp.zeros((), jnp.int32), zeros(True), zeros(False))
+
+  inner = optax.scale_by_adam(update.beta1, update.beta2, update.eps)
+
+  def step(gradients: Tree, state: _Adam8bit, params: Tree | None = None) -> tuple[Tree, _Adam8bit]:
+    now = optax.ScaleByAdamState(state.count, wide(state.mu), wide(state.nu))
+    direction, after = inner.update(gradients, now, params)
+    narrow = lambda old, new: moments.encode(new, old.signed) if is_moment(old) else new
+    mu, nu = (
+      jax.tree.map(narrow, old, new, is_leaf=is_moment)
+      for old, new in ((state.mu, after.mu), (state.nu, after.nu))
+    )
+    return direction, _Adam8bit(after.count, mu, nu)
+
+  return optax.GradientTransformation(init, step)
+
+
+# What multiplies the learning rate, from the fields that `Update` lists.
+OPTIMIZERS: dict[str, Callable[[Update], optax.GradientTransformation]] = {
+  'adamw': lambda u: optax.scale_by_adam(u.beta1, u.beta2, u.eps),
+  'adamw8bit': _scale_by_adam8bit,
+  # Second moments of a matrix as the product of a row and a column, over a window that widens with the steps;
+  # a direction longer than 1 in the mean square is shortened (Shazeer and Stern 2018, algorithm 4).
+  'adafactor': lambda u: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+  'lion': lambda u: optax.scale_by_lion(u.beta1, u.beta2),
+  'sgd': lambda u: optax.identity(),
+}
+
+
 def make(update: Update, total_steps: int) -> optax.GradientTransformation:
-  """Clip by global norm, then AdamW, in float32 whatever the dtype of the weights.
+  """Clip by global norm, then the optimizer, in float32 whatever the dtype of the weights.
 
   Raises:
     UserError: as `check`.
   """
   check(update, total_steps)
   clip = [optax.clip_by_global_norm(update.clip_norm)] if update.clip_norm else []
-  adamw = optax.adamw(
-    schedule(update, total_steps),
-    b1=update.beta1,
-    b2=update.beta2,
-    eps=update.eps,
-    weight_decay=update.weight_decay,
-    mask=_decays,
+  moves = optax.chain(
+    OPTIMIZERS[update.name](update),
+    optax.add_decayed_weights(update.weight_decay, _decays),
+    optax.scale_by_learning_rate(schedule(update, total_steps)),
   )
-  inner = optax.chain(*clip, adamw)
+  inner = optax.chain(*clip, moves)
 
   # Moments start from float32 views of the weights, or a bfloat16 weight would get bfloat16 moments.
   def init(params: Tree) -> Tree:
