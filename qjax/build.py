@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from qjax import adapters, checkpoint, optim, precision, quantize, records, sharding, storage, train
+from qjax import adapters, checkpoint, fused, optim, precision, quantize, records, sharding, storage, train
 from qjax import method as methods
 from qjax.adapters import LoraSpec
 from qjax.data import pipeline, plain
@@ -426,6 +426,7 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
   at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
   source = load_source(fields.model.path)
   method = method_of(fields, source)
+  fused.check(method, rows // at_a_time, p.loss_scale != 'none')
   shapes = parameter_shapes(source.config)
   method.plan(shapes)
   context = source.config.context_length

@@ -114,8 +114,8 @@ def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
   def init(params: Tree) -> _Adam8bit:
     def zeros(signed: bool) -> Tree:
       def one(w: jax.Array, is_matrix: bool) -> Any:
-        like = jnp.zeros(w.shape, jnp.float32)
-        return moments.encode(like, signed) if is_matrix and w.size >= LEAST_8BIT else like
+        is_narrow = is_matrix and w.size >= LEAST_8BIT
+        return moments.zeros(w.shape, signed) if is_narrow else jnp.zeros(w.shape, jnp.float32)
 
       return jax.tree.map(one, params, _decays(params))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qjax.quant.formats import DYNAMIC8, DYNAMIC8_UNSIGNED
+from qjax.quant.formats import DYNAMIC8, DYNAMIC8_UNSIGNED, Format
 
 BLOCK = 256
 
@@ -33,9 +33,12 @@ class Moment:
 
   def decode(self) -> jax.Array:
     """The values, float32 [..., N]."""
-    numbers = DYNAMIC8 if self.signed else DYNAMIC8_UNSIGNED
     spread = jnp.repeat(self.scale, BLOCK, axis=-1)[..., : self.codes.shape[-1]]
-    return numbers.decode(self.codes) * spread
+    return _numbers(self.signed).decode(self.codes) * spread
+
+
+def _numbers(signed: bool) -> Format:
+  return DYNAMIC8 if signed else DYNAMIC8_UNSIGNED
 
 
 def encode(x: jax.Array, signed: bool = True) -> Moment:
@@ -48,7 +51,14 @@ def encode(x: jax.Array, signed: bool = True) -> Moment:
   padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - size)])
   scale = jnp.max(jnp.abs(padded.reshape(*x.shape[:-1], blocks, BLOCK)), axis=-1)
   spread = jnp.repeat(jnp.where(scale == 0, 1, scale), BLOCK, axis=-1)[..., :size]
-  codes = (DYNAMIC8 if signed else DYNAMIC8_UNSIGNED).encode(x / spread)
+  codes = _numbers(signed).encode(x / spread)
   if not signed:
     codes = jnp.where(x > 0, jnp.maximum(codes, np.uint8(1)), codes)
   return Moment(codes, scale, signed)
+
+
+def zeros(shape: tuple[int, ...], signed: bool = True) -> Moment:
+  """Zeros of a shape [..., N]."""
+  zero = _numbers(signed).encode(jnp.zeros((), jnp.float32))
+  blocks = -(-shape[-1] // BLOCK)
+  return Moment(jnp.full(shape, zero, jnp.uint8), jnp.zeros((*shape[:-1], blocks), jnp.float32), signed)
