@@ -1,12 +1,12 @@
 """One step whose weights move inside the backward pass, so that one layer's gradient exists at a time.
 
-The forward pass keeps each layer's input. Going back, a layer is computed again from it, its gradient is found,
-and its weights and its part of the optimizer's state are overwritten before the layer below has its turn (Lv et
-al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources", §3). The loop carries the
-stacks of weights and writes one slice of them: what a scan returns would be a second stack.
+The forward pass keeps each layer's input. Going back, a layer is computed again from it, its gradient is
+found, and its weights and its part of the optimizer's state are overwritten before the layer below has a turn
+(Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources", §3). The loop
+carries the stacks of weights and writes one slice of them: what a scan returns would be a second stack.
 
-There are three groups, each with a state of `optim.make` of its own: 'top' (final norm, head), 'layers' (stacked),
-and 'embed', which is last because a tied embedding has a gradient from both ends.
+There are three groups, each with a state of `optim.make` of its own: 'top' (final norm, head), 'layers'
+(stacked), and 'embed', which is last because a tied embedding has a gradient from both ends.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def check(method: Method, accumulate: int, is_scaled: bool) -> None:
     return UserError(f"optimizer.update = {kind!r} {reason}; {fix}, or use optimizer.update = 'separate'")
 
   if method.trainable != Trainable('params/.*'):
-    raise refuse(f'moves every weight and nothing else, not what {method.name!r} trains', "use method = 'full'")
+    raise refuse(f'moves weights and all of them, not what {method.name!r} trains', "use method = 'full'")
   if method.distillation is not None:
     raise refuse('has no teacher', 'leave the section distill out')
   if n.draws or any(spelling.endswith('static') for _, spelling in n.activations):
@@ -89,11 +89,12 @@ def _make(update: Update, total_steps: int) -> optax.GradientTransformation:
 
 
 def init_optimizer(update: Update, total_steps: int, trainable: Tree) -> Tree:
-  """The optimizer's state before the first step: of each group, and of 'layers' one for each layer, stacked."""
+  """The optimizer's state before the first step: of each group, and of 'layers' a stack of one a layer."""
   tx = _make(update, total_steps)
   groups = _split(trainable['params'])
   # Compiled, because only shapes are read of the float32 views that moments start from.
-  init = jax.jit(lambda groups: _Groups(tx.init(groups.top), jax.vmap(tx.init)(groups.layers), tx.init(groups.embed)))
+  inits = _Groups(tx.init, jax.vmap(tx.init), tx.init)
+  init = jax.jit(lambda groups: _Groups(*(f(group) for f, group in zip(inits, groups, strict=True))))
   return init(groups)._asdict()
 
 
@@ -140,7 +141,8 @@ class _Pass:
       return loss_scale.scale(nll / total), (nll, correct)
 
     self.layer = layer
-    x, self.inputs = jax.lax.scan(lambda x, w: (layer(w, x), as_bits(x)), self.embed(params), params['layers'])
+    up = lambda x, weights: (layer(weights, x), as_bits(x))
+    x, self.inputs = jax.lax.scan(up, self.embed(params), params['layers'])
     self.dtype = x.dtype
     last = {name: tree for name, tree in params.items() if name != 'layers'}
     if not c.tie_embeddings:
@@ -151,7 +153,10 @@ class _Pass:
     self.from_head = {'embed': top['embed']} if c.tie_embeddings else None
 
   def back(
-    self, carry: Tree, weights: Callable[[Tree, jax.Array], Tree], visit: Callable[[Tree, jax.Array, Tree], Tree]
+    self,
+    carry: Tree,
+    weights: Callable[[Tree, jax.Array], Tree],
+    visit: Callable[[Tree, jax.Array, Tree], Tree],
   ) -> tuple[Tree, jax.Array]:
     """From the last layer to the first: `visit(carry, layer, gradients)` makes the next carry.
 
@@ -182,8 +187,8 @@ class _Pass:
 def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
   """The pure function of one step: (state, frozen, batch, key) to the next state and its metrics.
 
-  A group whose gradient is not finite stays as it is, and so do those below it; a loss that is not finite keeps all
-  of them. With 'fused_global' that is known of all before any moves.
+  A group whose gradient is not finite stays as it is, and so do those below it; a loss that is not finite
+  keeps all of them. With 'fused_global' that is known of all before any moves.
 
   Raises:
     UserError: as `check`.
@@ -217,7 +222,9 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
         return g
       return jnp.where(norm < update.clip_norm, g, g / norm * update.clip_norm)
 
-    def move(number: Any, params: Tree, optimizer: Tree, gradients: Tree, tally: _Tally) -> tuple[Tree, Tree, _Tally]:
+    def move(
+      number: Any, params: Tree, optimizer: Tree, gradients: Tree, tally: _Tally
+    ) -> tuple[Tree, Tree, _Tally]:
       tally = tally.add(gradients)
       updates, after = tx.update(jax.tree.map(clip, gradients), optimizer, params)
       moved = optim.apply(params, updates, update.rounding, jax.random.fold_in(rounding_key, number))

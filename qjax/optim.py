@@ -1,8 +1,9 @@
 """From `Update` to an optax transformation over exactly what is trained."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,9 @@ def _decays(tree: Tree) -> Tree:
   )
 
 
-class _Adam8bit(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Adam8bit:
   """Counter, and both moments of each leaf: a `Moment`, or float32 where those would save nothing."""
 
   count: jax.Array
@@ -105,8 +108,8 @@ class _Adam8bit(NamedTuple):
 def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
   """Adam's direction from moments that rest in 8 bits; the arithmetic between is float32.
 
-  Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Leaves of fewer than 4096 elements, and
-  those that weight decay spares, keep float32 moments.
+  Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Leaves of fewer than 4096 elements,
+  and those that weight decay spares, keep float32 moments.
   """
   is_moment = lambda x: isinstance(x, Moment)
   wide = lambda tree: jax.tree.map(lambda m: m.decode() if is_moment(m) else m, tree, is_leaf=is_moment)

@@ -1,4 +1,4 @@
-"""One step: a batch in, the next state out. Here everything moves after the backward pass; see also `fused`."""
+"""One step: a batch in, the next state out. Here all moves after the backward pass; in `fused`, inside it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qjax import optim, records, step, train, trees
+from qjax import optim, records, train, trees
 from qjax.errors import UserError
 from qjax.models.objective import loss_sums
 from qjax.precision import StaticLossScale
 from qjax.quant.qtensor import dequantize, expected_nbytes, is_qtensor
+from qjax.step import gradients
 from tests import small
 
 STEPS = 20
@@ -255,7 +256,7 @@ def test_accumulation_gives_the_same_gradients_however_unequal_the_parts(tmp_pat
 
   value, gradient = jax.jit(jax.value_and_grad(mean))(trainable)
   wanted, nll = trees.flatten(gradient), float(value) * weights.sum()
-  call = jax.jit(functools.partial(step.gradients, run.model, run.method), static_argnums=1)
+  call = jax.jit(functools.partial(gradients, run.model, run.method), static_argnums=1)
   for parts in (1, 2, 8):
     placed = train.place_batch(batch, parts, run.mesh)
     found = call(run.loss_scale, 4096, trainable, frozen, placed, jax.random.key(0))

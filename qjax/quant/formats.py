@@ -165,9 +165,8 @@ FORMATS = {
   )
 }
 
-# What moments of gradients rest in, over blocks (`quant.moments`); no storage of weights. Dettmers et al. 2022,
-# "8-bit Optimizers via Block-wise Quantization", §1.3: small values keep a digit, large ones two. The second
-# spans [0, 1].
+# What moments of gradients rest in, over blocks (`quant.moments`); no storage of weights. Dettmers et al.
+# 2022, "8-bit Optimizers via Block-wise Quantization", §1.3. The second spans [0, 1].
 DYNAMIC8 = Format('dynamic8', 8, _dynamic(signed=True))
 DYNAMIC8_UNSIGNED = Format('dynamic8_unsigned', 8, _dynamic(signed=False))
 
@@ -345,10 +344,10 @@ def unpack(packed: jax.Array, bits: int, rows: int) -> jax.Array:
 
 
 class _Run(NamedTuple):
-  """Levels `step` apart: `count` of them from level number `start`, which is `first`."""
+  """Levels `step` apart: `size` of them from level number `start`, which is `first`."""
 
   start: int
-  count: int
+  size: int
   first: float
   step: float
 
@@ -359,7 +358,8 @@ def _runs(levels: tuple[float, ...]) -> tuple[_Run, ...]:
   table, found, start = np.asarray(levels, np.float64), [], 0
   while start < len(table):
     end = start + 1
-    while end < len(table) and np.isclose(table[end] - table[end - 1], table[start + 1] - table[start], rtol=1e-6):
+    gap = table[min(start + 1, len(table) - 1)] - table[start]
+    while end < len(table) and np.isclose(table[end] - table[end - 1], gap, rtol=1e-6, atol=0):
       end += 1
     # Two levels are always evenly spaced; as a run they would break up the one that the second begins.
     end = end if end - start > 2 else start + 1
@@ -386,7 +386,7 @@ def _nearest_in_runs(x: jax.Array, levels: tuple[float, ...]) -> jax.Array:
     _pick(is_from, values)
     for values in (
       [float(run.start) for run in runs],
-      [float(run.count - 1) for run in runs],
+      [float(run.size - 1) for run in runs],
       [run.first for run in runs],
       [1 / run.step if run.step else 0.0 for run in runs],
     )
@@ -409,7 +409,7 @@ def _level_in_runs(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
 def nearest_code(x: jax.Array, levels: tuple[float, ...]) -> jax.Array:
   """uint8 index of the level nearest to each x; a tie goes to the lower level.
 
-  Tables longer than 16 must be made of few runs of evenly spaced levels; there rounding in float32 decides ties.
+  Tables longer than 16 must be made of few runs of evenly spaced levels; of those float32 decides the ties.
   """
   if len(levels) > 16:
     return _nearest_in_runs(x, levels)
@@ -441,7 +441,7 @@ def level_of(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
   """The float32 level of each uint8 code.
 
   A gather is the fastest way on CPU and the slowest on TPU, where a tree of selects stays in registers;
-  both give the same bits. Of tables longer than 16 a run is picked instead, which may differ in the last bits.
+  both give the same bits. Of tables longer than 16 a run is picked, which may differ in the last bits.
   """
   select = _level_in_runs if len(levels) > 16 else _select_tree
   return jax.lax.platform_dependent(

@@ -1,8 +1,8 @@
 """Moments of gradients in 8 bits, each block of 256 neighbours with a scale of its own.
 
-Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", §2. Blocks run along the last axis, so that
-a stack of layers is the layers' blocks, a word of the embedding shares none with another, and codes, which have
-the shape of the weight, are laid out over devices as it is.
+Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", §2. Blocks run along the last axis, so
+that layers of a stack and words of an embedding share none, and codes, which have the weight's shape, are laid
+out over devices as it is.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def _numbers(signed: bool) -> Format:
 def encode(x: jax.Array, signed: bool = True) -> Moment:
   """Float32 x [..., N] in the nearest levels.
 
-  An unsigned value above zero never rests as zero: of a second moment that would leave `eps` alone to divide by.
+  An unsigned value above zero never rests as zero: a second moment would leave `eps` alone to divide by.
   """
   size = x.shape[-1]
   blocks = -(-size // BLOCK)
