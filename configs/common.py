@@ -49,7 +49,7 @@ def base() -> ConfigDict:
   config.optimizer.name = 'adamw'  # adamw | adamw8bit | adafactor | lion | sgd
   # separate: after the backward pass | fused: inside it, layer by layer (method full) | fused_global: so, but
   # clipped by the norm of all layers, which takes a second backward pass.
-  config.optimizer.update = 'separate'
+  config.optimizer.kind = 'separate'
   config.optimizer.learning_rate = 1e-3
   config.optimizer.schedule = 'cosine'  # constant | linear | cosine, down to zero
   config.optimizer.warmup_steps = 5

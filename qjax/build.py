@@ -79,7 +79,7 @@ class PrecisionFields:
 @dataclasses.dataclass(frozen=True)
 class OptimizerFields:
   name: str
-  update: str
+  kind: str
   learning_rate: float
   schedule: str
   warmup_steps: int
@@ -341,8 +341,7 @@ def method_of(fields: Fields, source: Source | None = None) -> Method:
   _check_sections(fields)
   p, o, s, q = fields.precision, fields.optimizer, fields.storage, fields.qat
   numerics = _numerics(fields)
-  moves = dataclasses.asdict(o)
-  update = Update(kind=moves.pop('update'), rounding=p.rounding, **moves)
+  update = Update(**dataclasses.asdict(o), rounding=p.rounding)
   optim.check(update, fields.num_steps)
   if p.rounding == 'stochastic' and p.param == 'float16':
     raise UserError("config.precision.rounding = 'stochastic' is for bfloat16 weights, not for float16")

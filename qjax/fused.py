@@ -42,7 +42,7 @@ def check(method: Method, accumulate: int, is_scaled: bool) -> None:
     return
 
   def refuse(reason: str, fix: str) -> UserError:
-    return UserError(f"optimizer.update = {kind!r} {reason}; {fix}, or use optimizer.update = 'separate'")
+    return UserError(f"optimizer.kind = {kind!r} {reason}; {fix}, or use optimizer.kind = 'separate'")
 
   if method.trainable != Trainable('params/.*'):
     raise refuse(f'moves weights and all of them, not what {method.name!r} trains', "use method = 'full'")

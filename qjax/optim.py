@@ -32,7 +32,7 @@ def check(update: Update, total_steps: int) -> None:
   if update.name not in OPTIMIZERS:
     raise UserError(f'optimizer.name = {update.name!r} is not known{nearest(update.name, OPTIMIZERS)}')
   if update.kind not in KINDS:
-    raise UserError(f'optimizer.update = {update.kind!r} is not known{nearest(update.kind, KINDS)}')
+    raise UserError(f'optimizer.kind = {update.kind!r} is not known{nearest(update.kind, KINDS)}')
   if not update.learning_rate > 0:
     raise UserError(f'optimizer.learning_rate = {update.learning_rate} must be above 0')
   if update.schedule not in SCHEDULES:

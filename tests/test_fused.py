@@ -38,7 +38,7 @@ def prepare(directories: dict[str, Path]) -> Any:
     return small.prepare(small.run(directories[head], 'full', **EXACT | dict(settings)))
 
   return lambda name, kind, head='tied', **more: of(
-    head, tuple({'optimizer__name': name, 'optimizer__update': kind, **more}.items())
+    head, tuple({'optimizer__name': name, 'optimizer__kind': kind, **more}.items())
   )
 
 
@@ -109,7 +109,7 @@ def test_each_layer_is_clipped_by_its_own_norm(prepare: Any):
 
 def test_bfloat16_weights_with_stochastic_rounding_learn_without_moments(directories: dict[str, Path]):
   more = {'precision__param': 'bfloat16', 'precision__rounding': 'stochastic', 'num_steps': 20}
-  more |= {'optimizer__name': 'adafactor', 'optimizer__update': 'fused', 'optimizer__learning_rate': 1e-2}
+  more |= {'optimizer__name': 'adafactor', 'optimizer__kind': 'fused', 'optimizer__learning_rate': 1e-2}
   prepared = small.prepare(small.run(directories['tied'], 'full', **more))
   state, rows = small.take_steps(prepared, 20)
   assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state.trainable))
@@ -165,7 +165,7 @@ def test_no_more_than_a_layers_gradient_is_there_at_a_time(tmp_path: Path):
   small.write(tmp_path, deep)
   temporary = {}
   for kind in ('separate', 'fused'):
-    more = {'optimizer__update': kind, 'optimizer__name': 'sgd', 'batch_size': 1, 'data__seq_len': 16}
+    more = {'optimizer__kind': kind, 'optimizer__name': 'sgd', 'batch_size': 1, 'data__seq_len': 16}
     run = small.run(tmp_path, 'full', **EXACT | more)
     trainable, frozen = run.method.abstract(run.shapes)
     state = jax.eval_shape(functools.partial(train.init_state, run), trainable)
@@ -186,11 +186,11 @@ def test_no_more_than_a_layers_gradient_is_there_at_a_time(tmp_path: Path):
     ('lora', {}, "not what 'lora' trains; use method = 'full'"),
     ('full', {'micro_batch': 2}, 'gradients of 2 micro-batches.*raise config.micro_batch'),
     ('full', {'precision__loss_scale': 'dynamic'}, "loss scale must undo|a loss scale.*'fused_global'"),
-    ('full', {'optimizer__update': 'inside'}, 'optimizer.update'),
+    ('full', {'optimizer__kind': 'inside'}, 'optimizer.kind'),
   ],
 )
 def test_what_it_cannot_do_is_refused_by_name(
   directories: dict[str, Path], method: str, more: dict[str, Any], message: str
 ):
   with pytest.raises(UserError, match=message):
-    small.run(directories['tied'], method, **{'optimizer__update': 'fused'} | more)
+    small.run(directories['tied'], method, **{'optimizer__kind': 'fused'} | more)

@@ -1,8 +1,8 @@
 """Moments of gradients in 8 bits, each block of 256 neighbours with a scale of its own.
 
 Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", §2. Blocks run along the last axis, so
-that layers of a stack and words of an embedding share none, and codes, which have the weight's shape, are laid
-out over devices as it is.
+that layers of a stack and words of an embedding share none, and codes, which have the weight's shape, lie on
+devices as it does.
 """
 
 import dataclasses
