@@ -1,8 +1,8 @@
 """Chips that programs are compiled for without being there, and what their makers say of them.
 
-Compilers for TPUs and NVIDIA GPUs run on any machine (`pip install 'qjax[plan]'`). They may abort on a program
-that they can't compile, and some settings must be made before JAX starts, so each compilation runs in a
-process of its own: `call` starts one and returns what a function gives back there.
+Compilers for TPUs and NVIDIA GPUs run on any machine (`pip install 'qjax[plan]'`). They may abort on a
+program that they can't compile, and some settings must be made before JAX starts, so each compilation runs in
+a process of its own: `call` starts one and returns what a function gives back there.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from typing import Any
 from qjax.errors import UserError, nearest
 
 GIB = 2**30
-# Bytes a second between host memory and a chip over PCIe 4.0 x16, as measured copies reach it; of TPU hosts no
-# figure is published.
+# Bytes a second between host memory and a chip over PCIe 4.0 x16, as measured copies reach it; of TPU hosts
+# no figure is published.
 HOST_BANDWIDTH = 25e9
 
 
@@ -72,9 +72,9 @@ def _gpu(
   )
 
 
-# TPU: cloud.google.com/tpu/docs (v5e, v5p, v6e, tpu7x), memory as libtpu enforces it; one of the two cores of a
-# tpu7x chip is a device. float32 takes six passes of bfloat16. GPU: NVIDIA's data sheets; float32 is without
-# TF32, half precision with float32 sums (a GeForce halves its rate for that).
+# TPU: cloud.google.com/tpu/docs (v5e, v5p, v6e, tpu7x), memory as libtpu enforces it; one of the two cores of
+# a tpu7x chip is a device. float32 takes six passes of bfloat16. GPU: NVIDIA's data sheets; float32 is
+# without TF32, half precision with float32 sums (a GeForce halves its rate for that).
 CHIPS = {
   chip.name: chip
   for chip in (

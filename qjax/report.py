@@ -384,3 +384,29 @@ def write_verification(record: Record, directory: Path) -> None:
     f'<title>{_headline(record)}</title>\n<style>{STYLE}</style>\n{"".join(page)}</html>\n',
     encoding='utf-8',
   )
+
+
+def plan_picture(plans: Sequence[Record]) -> bytes:
+  """A PNG of plans as `experiments.plan --json` prints them: what takes the room of each chip, as a stack.
+
+  A line marks what the chip has.
+
+  Raises:
+    UserError: matplotlib is missing.
+  """
+  figure, axes = _figure(2.5 + 1.3 * max(len(plans), 3), 4.8)
+  bottoms = [0.0] * len(plans)
+  parts = list(plans[0]['breakdown'])
+  for part, colour in zip(parts, COLOURS, strict=False):
+    sizes = [plan['breakdown'][part] for plan in plans]
+    axes.bar(range(len(plans)), sizes, 0.6, bottoms, color=colour, label=part)
+    bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
+  for i, (plan, top) in enumerate(zip(plans, bottoms, strict=True)):
+    label = 'there is' if i == 0 else None
+    axes.hlines(plan['capacity_gib'], i - 0.4, i + 0.4, 'black', linestyles='dashed', label=label)
+    axes.annotate(f'{plan["peak_gib"]:.1f}', (i, top), ha='center', va='bottom')
+  names = [f'{plan["chip"]}\n{"fits" if plan["fits"] else "does not fit"}' for plan in plans]
+  axes.set_xticks(range(len(plans)), names)
+  axes.set(ylabel='GiB of device memory', title=f'One training step, by the {plans[0]["source"]}')
+  figure.legend(loc='outside right upper', frameon=False)
+  return _png(figure)

@@ -29,27 +29,37 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Program:
+  """What a step is compiled from: everything but weights and data.
+
+  Attributes:
+    shapes: of the model's parameters, by path.
+  """
+
+  model: Transformer
+  method: Method
+  shapes: Mapping[str, tuple[int, ...]]
+  loss_scale: LossScale
+  data: DataSpec
+  mesh: Mesh
+  loop: Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Program):
   """Everything that `train` needs, already checked; `build.run` makes one from a config.
 
   Attributes:
     meaning: what a checkpoint of this run stands for, as JSON; resuming with another is refused.
-    shapes, read: the model file's parameters: shapes by path, and one array at a time.
+    read: one array of the model file's parameters at a time.
     input_ranges: finds the largest inputs of projections, float32 [L] by path, for static activation schemes.
   """
 
   workdir: Path
   config: Mapping[str, Any]
   meaning: Mapping[str, Any]
-  model: Transformer
-  method: Method
-  shapes: Mapping[str, tuple[int, ...]]
   read: Reader
-  loss_scale: LossScale
   dataset: Dataset
-  data: DataSpec
-  mesh: Mesh
-  loop: Loop
   input_ranges: Callable[[], Mapping[str, Any]] = dict
 
 
@@ -67,7 +77,7 @@ _KINDS = {
 }
 
 
-def init_state(run: Run, trainable: Tree) -> State:
+def init_state(run: Program, trainable: Tree) -> State:
   update = run.method.update
   optimizer = _KINDS[update.kind].init_optimizer(update, run.loop.num_steps, trainable)
   return State(jnp.zeros((), jnp.int32), trainable, optimizer, run.loss_scale)
@@ -87,7 +97,7 @@ class Compiled(NamedTuple):
 
 
 def compile_step(
-  run: Run, state: Tree, frozen: Tree, batch: Arrays, key: Any, is_quantizing: bool = True
+  run: Program, state: Tree, frozen: Tree, batch: Arrays, key: Any, is_quantizing: bool = True
 ) -> Compiled:
   """Compiles the step for these arguments (arrays or shapes); the state's buffers are donated.
 
@@ -327,7 +337,7 @@ def measure(trainable: Tree, frozen: Tree, state: State) -> dict[str, int]:
   }
 
 
-def kernels_used(run: Run) -> dict[str, str]:
+def kernels_used(run: Program) -> dict[str, str]:
   """Which implementations run, for the record."""
   dtype = run.method.numerics.policy.compute
   return {

@@ -58,7 +58,8 @@ TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)}
   'qjax.convert': Row(_below('optim')),
   'qjax.quantize': Row((*_below('optim'), *_names('data walk'))),
   'qjax.verification': Row((*_below('optim'), *_names('data io walk generate'))),
-  'qjax.plan': Row((*LADDER, *_names('sharding chips'))),
+  'qjax.liveness': Row(third_party=('jax', 'numpy')),  # knows jaxprs, and nothing of ours
+  'qjax.plan': Row((*LADDER, *_names('sharding chips liveness'))),
   'qjax.chips': Row(_names('errors')),  # JAX only inside the process that compiles
   'qjax.report': Row(_names('errors files records')),  # tables and figures are drawn from records alone
   'qjax.build': Row(('qjax', 'pallas_kernels'), never=('absl.app', 'absl.flags')),
