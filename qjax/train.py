@@ -23,7 +23,8 @@ from qjax.method import Method, Reader, Update
 from qjax.models.transformer import Transformer
 from qjax.precision import LossScale
 from qjax.progress import Bar, stage
-from qjax.step import Arrays, Loop, State, StepFunction, init_optimizer, make_step
+from qjax.step import Arrays, Loop, State, StepFunction, init_optimizer
+from qjax.step import make_step as make_separate_step
 
 Tree = Any
 
@@ -71,7 +72,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    'separate': _Kind(init_optimizer, make_step),
+    'separate': _Kind(init_optimizer, make_separate_step),
     'fused': _Kind(fused.init_optimizer, fused.make_step),
     'fused_global': _Kind(fused.init_optimizer, fused.make_step),
 }
@@ -81,6 +82,11 @@ def init_state(run: Program, trainable: Tree) -> State:
   update = run.method.update
   optimizer = _KINDS[update.kind].init_optimizer(update, run.loop.num_steps, trainable)
   return State(jnp.zeros((), jnp.int32), trainable, optimizer, run.loss_scale)
+
+
+def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
+  """The pure function of one step: (state, frozen, batch, key) to the next state and its metrics."""
+  return _KINDS[method.update.kind].make_step(model, method, loop)
 
 
 def state_shardings(state: State, mesh: Mesh) -> State:
@@ -106,7 +112,7 @@ def compile_step(
   start = time.monotonic()
   model = run.model if is_quantizing else run.model.clone(numerics=run.model.numerics.plain)
   jitted = jax.jit(
-      _KINDS[run.method.update.kind].make_step(model, run.method, run.loop),
+      make_step(model, run.method, run.loop),
       donate_argnums=0,
       out_shardings=(state_shardings(state, run.mesh), NamedSharding(run.mesh, PartitionSpec())),
   )
