@@ -111,9 +111,6 @@ def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
   Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Leaves of fewer than 4096 elements,
   and those that weight decay spares, keep float32 moments.
   """
-  is_moment = lambda x: isinstance(x, Moment)
-  wide = lambda tree: jax.tree.map(lambda m: m.decode() if is_moment(m) else m, tree, is_leaf=is_moment)
-
   def init(params: Tree) -> _Adam8bit:
     def zeros(signed: bool) -> Tree:
       def one(w: jax.Array, is_matrix: bool) -> Any:
@@ -126,15 +123,22 @@ def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
 
   inner = optax.scale_by_adam(update.beta1, update.beta2, update.eps)
 
+  def one(g: jax.Array, mu: Any, nu: Any, count: jax.Array) -> tuple[jax.Array, Any, Any]:
+    if not isinstance(mu, Moment):
+      direction, after = inner.update(g, optax.ScaleByAdamState(count, mu, nu))
+      return direction, after.mu, after.nu
+    if g.ndim > 2:  # a layer of a stack at a time, or float32 moments of all of them would be there at once
+      return jax.lax.map(lambda layer: one(*layer, count), (g, mu, nu))
+    direction, after = inner.update(g, optax.ScaleByAdamState(count, mu.decode(), nu.decode()))
+    return direction, moments.encode(after.mu), moments.encode(after.nu, signed=False)
+
   def step(gradients: Tree, state: _Adam8bit, params: Tree | None = None) -> tuple[Tree, _Adam8bit]:
-    now = optax.ScaleByAdamState(state.count, wide(state.mu), wide(state.nu))
-    direction, after = inner.update(gradients, now, params)
-    narrow = lambda old, new: moments.encode(new, old.signed) if is_moment(old) else new
-    mu, nu = (
-      jax.tree.map(narrow, old, new, is_leaf=is_moment)
-      for old, new in ((state.mu, after.mu), (state.nu, after.nu))
-    )
-    return direction, _Adam8bit(after.count, mu, nu)
+    del params
+    leaves, structure = jax.tree.flatten(gradients)
+    held = [structure.flatten_up_to(tree) for tree in (state.mu, state.nu)]
+    found = [one(g, mu, nu, state.count) for g, mu, nu in zip(leaves, *held, strict=True)]
+    direction, mu, nu = (structure.unflatten(column) for column in zip(*found, strict=True))
+    return direction, _Adam8bit(optax.safe_increment(state.count), mu, nu)
 
   return optax.GradientTransformation(init, step)
 
