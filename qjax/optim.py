@@ -135,9 +135,10 @@ def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
   def step(gradients: Tree, state: _Adam8bit, params: Tree | None = None) -> tuple[Tree, _Adam8bit]:
     del params
     leaves, structure = jax.tree.flatten(gradients)
-    held = [structure.flatten_up_to(tree) for tree in (state.mu, state.nu)]
+    is_moment = lambda x: isinstance(x, Moment)
+    held = (jax.tree.leaves(tree, is_leaf=is_moment) for tree in (state.mu, state.nu))
     found = [one(g, mu, nu, state.count) for g, mu, nu in zip(leaves, *held, strict=True)]
-    direction, mu, nu = (structure.unflatten(column) for column in zip(*found, strict=True))
+    direction, mu, nu = (jax.tree.unflatten(structure, column) for column in zip(*found, strict=True))
     return direction, _Adam8bit(optax.safe_increment(state.count), mu, nu)
 
   return optax.GradientTransformation(init, step)
