@@ -128,7 +128,7 @@ def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
       direction, after = inner.update(g, optax.ScaleByAdamState(count, mu, nu))
       return direction, after.mu, after.nu
     if g.ndim > 2:  # a layer of a stack at a time, or float32 moments of all of them would be there at once
-      return jax.lax.map(lambda layer: one(*layer, count), (g, mu, nu))
+      return jax.lax.map(lambda x: one(x[0], x[1], x[2], count), (g, mu, nu))
     direction, after = inner.update(g, optax.ScaleByAdamState(count, mu.decode(), nu.decode()))
     return direction, moments.encode(after.mu), moments.encode(after.nu, signed=False)
 
