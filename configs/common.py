@@ -45,14 +45,18 @@ def base() -> ConfigDict:
   config.precision.loss_scale_initial = 2.0**15
   config.precision.loss_scale_period = 2000  # finite steps before the scale doubles
 
-  config.optimizer = ConfigDict()  # AdamW
+  config.optimizer = ConfigDict()
+  config.optimizer.name = 'adamw'  # adamw | adamw8bit | adafactor | lion | sgd
+  # separate: after the backward pass | fused: inside it, layer by layer (method full) | fused_global: so, but
+  # clipped by the norm of all layers, which takes a second backward pass.
+  config.optimizer.kind = 'separate'
   config.optimizer.learning_rate = 1e-3
   config.optimizer.schedule = 'cosine'  # constant | linear | cosine, down to zero
   config.optimizer.warmup_steps = 5
   config.optimizer.weight_decay = 0.0
-  config.optimizer.beta1 = 0.9
-  config.optimizer.beta2 = 0.999
-  config.optimizer.eps = 1e-8
+  config.optimizer.beta1 = 0.9  # of adamw, adamw8bit and lion; adafactor and sgd have none
+  config.optimizer.beta2 = 0.999  # likewise; lion wants 0.99
+  config.optimizer.eps = 1e-8  # of adamw and adamw8bit
   config.optimizer.clip_norm = 1.0  # 0: no clipping
 
   config.mesh = ConfigDict()  # devices along each axis; -1: all that are left

@@ -18,7 +18,19 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from qjax import adapters, checkpoint, files, optim, precision, quantize, records, sharding, storage, train
+from qjax import (
+  adapters,
+  checkpoint,
+  files,
+  fused,
+  optim,
+  precision,
+  quantize,
+  records,
+  sharding,
+  storage,
+  train,
+)
 from qjax import method as methods
 from qjax.adapters import LoraSpec
 from qjax.data import pipeline, plain
@@ -78,6 +90,8 @@ class PrecisionFields:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerFields:
+  name: str
+  kind: str
   learning_rate: float
   schedule: str
   warmup_steps: int
@@ -428,6 +442,7 @@ def _program(fields: Fields, source: Source, devices: list[jax.Device] | None = 
     )
   at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
   method = method_of(fields, source)
+  fused.check(method, rows // at_a_time, p.loss_scale != 'none')
   shapes = parameter_shapes(source.config)
   method.plan(shapes)
   context = source.config.context_length

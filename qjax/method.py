@@ -72,17 +72,24 @@ class Course:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-  """How it moves: AdamW with a warmed-up schedule. `optim.make` turns this into a transformation.
+  """How it moves: an optimizer with a warmed-up schedule. `optim.make` turns this into a transformation.
 
   Attributes:
     learning_rate: peak.
     schedule: 'constant', 'linear' or 'cosine' after the warm-up, down to zero.
     warmup_steps: updates of linear rise, the first of them already above zero.
     weight_decay: decoupled, on matrices and embeddings, never on norms and biases.
-    beta1, beta2, eps: of Adam.
-    clip_norm: largest global norm of the unscaled gradient over everything trained; 0 is no clipping.
+    beta1, beta2, eps: of 'adamw' and 'adamw8bit'. 'lion' reads the betas (0.9 and 0.99 are its authors'), and
+      'adafactor' and 'sgd' read none.
+    clip_norm: largest norm of the unscaled gradient, see `kind`; 0 is no clipping.
     rounding: how an updated weight returns to a narrower param dtype: 'nearest' or 'stochastic'.
     range_rate: of ranges of quantizers, the peak of the share of itself by which one moves a step.
+    name: 'adamw' (Loshchilov and Hutter 2019); 'adamw8bit', the same with moments in 8 bits (Dettmers et al.
+      2022); 'adafactor', factored second moments and no first (Shazeer and Stern 2018); 'lion', the sign of a
+      momentum (Chen et al. 2023); 'sgd', the gradient itself.
+    kind: when it moves. 'separate': after the backward pass, clipped by the norm over everything trained.
+      'fused': inside it, so that one layer's gradient exists at a time, each layer clipped by its own norm.
+      'fused_global': the same after another backward pass that only finds the norm over everything.
   """
 
   learning_rate: float
@@ -95,6 +102,8 @@ class Update:
   clip_norm: float = 1.0
   rounding: str = 'nearest'
   range_rate: float = 0.01
+  name: str = 'adamw'
+  kind: str = 'separate'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """From `Update` to an optax transformation over exactly what is trained."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,10 +12,15 @@ import optax
 from qjax import precision, trees
 from qjax.errors import UserError, nearest
 from qjax.method import Update
+from qjax.quant import moments
+from qjax.quant.moments import Moment
 
 Tree = Any
 F = TypeVar('F', bound=Callable[..., Any])
 SCHEDULES = ('constant', 'linear', 'cosine')
+KINDS = ('separate', 'fused', 'fused_global')
+# The smallest leaf whose moments rest in 8 bits, as in Dettmers et al. 2022.
+LEAST_8BIT = 4096
 
 
 def check(update: Update, total_steps: int) -> None:
@@ -23,6 +29,10 @@ def check(update: Update, total_steps: int) -> None:
   Raises:
     UserError: naming the field.
   """
+  if update.name not in OPTIMIZERS:
+    raise UserError(f'optimizer.name = {update.name!r} is not known{nearest(update.name, OPTIMIZERS)}')
+  if update.kind not in KINDS:
+    raise UserError(f'optimizer.kind = {update.kind!r} is not known{nearest(update.kind, KINDS)}')
   if not update.learning_rate > 0:
     raise UserError(f'optimizer.learning_rate = {update.learning_rate} must be above 0')
   if update.schedule not in SCHEDULES:
@@ -98,23 +108,81 @@ def _relative(updates: Tree, params: Tree, ratio: float) -> Tree:
   )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Adam8bit:
+  """Counter, and both moments of each leaf: a `Moment`, or float32 where those would save nothing."""
+
+  count: jax.Array
+  mu: Tree
+  nu: Tree
+
+
+def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
+  """Adam's direction from moments that rest in 8 bits; the arithmetic between is float32.
+
+  Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Leaves of fewer than 4096 elements,
+  and those that weight decay spares, keep float32 moments.
+  """
+  def init(params: Tree) -> _Adam8bit:
+    def zeros(signed: bool) -> Tree:
+      def one(w: jax.Array, is_matrix: bool) -> Any:
+        is_narrow = is_matrix and w.size >= LEAST_8BIT
+        return moments.zeros(w.shape, signed) if is_narrow else jnp.zeros(w.shape, jnp.float32)
+
+      return jax.tree.map(one, params, _decays(params))
+
+    return _Adam8bit(jnp.zeros((), jnp.int32), zeros(True), zeros(False))
+
+  inner = optax.scale_by_adam(update.beta1, update.beta2, update.eps)
+
+  def one(g: jax.Array, mu: Any, nu: Any, count: jax.Array) -> tuple[jax.Array, Any, Any]:
+    if not isinstance(mu, Moment):
+      direction, after = inner.update(g, optax.ScaleByAdamState(count, mu, nu))
+      return direction, after.mu, after.nu
+    if g.ndim > 2:  # a layer of a stack at a time, or float32 moments of all of them would be there at once
+      return jax.lax.map(lambda x: one(x[0], x[1], x[2], count), (g, mu, nu))
+    direction, after = inner.update(g, optax.ScaleByAdamState(count, mu.decode(), nu.decode()))
+    return direction, moments.encode(after.mu), moments.encode(after.nu, signed=False)
+
+  def step(gradients: Tree, state: _Adam8bit, params: Tree | None = None) -> tuple[Tree, _Adam8bit]:
+    del params
+    leaves, structure = jax.tree.flatten(gradients)
+    is_moment = lambda x: isinstance(x, Moment)
+    held = (jax.tree.leaves(tree, is_leaf=is_moment) for tree in (state.mu, state.nu))
+    found = [one(g, mu, nu, state.count) for g, mu, nu in zip(leaves, *held, strict=True)]
+    direction, mu, nu = (jax.tree.unflatten(structure, column) for column in zip(*found, strict=True))
+    return direction, _Adam8bit(optax.safe_increment(state.count), mu, nu)
+
+  return optax.GradientTransformation(init, step)
+
+
+# What multiplies the learning rate, from the fields that `Update` lists.
+OPTIMIZERS: dict[str, Callable[[Update], optax.GradientTransformation]] = {
+  'adamw': lambda u: optax.scale_by_adam(u.beta1, u.beta2, u.eps),
+  'adamw8bit': _scale_by_adam8bit,
+  # Second moments of a matrix as the product of a row and a column, over a window that widens with the steps;
+  # a direction longer than 1 in the mean square is shortened (Shazeer and Stern 2018, algorithm 4).
+  'adafactor': lambda u: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+  'lion': lambda u: optax.scale_by_lion(u.beta1, u.beta2),
+  'sgd': lambda u: optax.identity(),
+}
+
+
 def make(update: Update, total_steps: int) -> optax.GradientTransformation:
-  """Clip by global norm, then AdamW, in float32 whatever the dtype of the weights.
+  """Clip by global norm, then the optimizer, in float32 whatever the dtype of the weights.
 
   Raises:
     UserError: as `check`.
   """
   check(update, total_steps)
   clip = [optax.clip_by_global_norm(update.clip_norm)] if update.clip_norm else []
-  adamw = optax.adamw(
-    schedule(update, total_steps),
-    b1=update.beta1,
-    b2=update.beta2,
-    eps=update.eps,
-    weight_decay=update.weight_decay,
-    mask=_decays,
+  moves = optax.chain(
+    OPTIMIZERS[update.name](update),
+    optax.add_decayed_weights(update.weight_decay, _decays),
+    optax.scale_by_learning_rate(schedule(update, total_steps)),
   )
-  inner = optax.chain(*clip, adamw)
+  inner = optax.chain(*clip, moves)
 
   # Moments start from float32 views of the weights, or a bfloat16 weight would get bfloat16 moments.
   def init(params: Tree) -> Tree:

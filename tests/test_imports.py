@@ -28,7 +28,7 @@ def _names(short: str) -> tuple[str, ...]:
 
 # Each sees those before it and none after.
 LADDER = _names(
-  'errors files cache trees precision quant storage adapters remat ops models method optim train'
+  'errors files cache trees precision quant storage adapters remat ops models method optim step fused train'
 )
 
 

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qjax import records, train, trees
+from qjax import optim, records, train, trees
 from qjax.errors import UserError
 from qjax.models.objective import loss_sums
 from qjax.precision import StaticLossScale
 from qjax.quant.qtensor import dequantize, expected_nbytes, is_qtensor
+from qjax.step import gradients
 from tests import small
 
 STEPS = 20
@@ -189,7 +190,7 @@ def test_float16_skips_until_the_loss_scale_fits_and_then_trains(half: small.Pre
   assert [row['consecutive_skips'] for row in metrics[:first]] == list(range(1, first + 1))
   # The schedule stands still while steps are skipped, and counts only applied updates afterwards.
   assert {row['learning_rate'] for row in metrics[: first + 1]} == {metrics[0]['learning_rate']}
-  assert int(train.optim.applied_steps(state.optimizer)) == 60 - skipped[-1]
+  assert int(optim.applied_steps(state.optimizer)) == 60 - skipped[-1]
   # Nothing was learned before, all is learned after; the scale grows again after eight finite steps.
   assert metrics[-1]['loss'] < 0.3 * metrics[0]['loss']
   grown = [b['loss_scale'] > a['loss_scale'] for a, b in itertools.pairwise(metrics)]
@@ -255,7 +256,7 @@ def test_accumulation_gives_the_same_gradients_however_unequal_the_parts(tmp_pat
 
   value, gradient = jax.jit(jax.value_and_grad(mean))(trainable)
   wanted, nll = trees.flatten(gradient), float(value) * weights.sum()
-  call = jax.jit(functools.partial(train.gradients, run.model, run.method), static_argnums=1)
+  call = jax.jit(functools.partial(gradients, run.model, run.method), static_argnums=1)
   for parts in (1, 2, 8):
     placed = train.place_batch(batch, parts, run.mesh)
     found = call(run.loss_scale, 4096, trainable, frozen, placed, jax.random.key(0))

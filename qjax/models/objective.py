@@ -11,7 +11,8 @@ from qjax.errors import UserError
 from qjax.models.distill import token_kl
 from qjax.models.loss import token_losses
 from qjax.models.transformer import Transformer, head_of
-from qjax.ops import Numerics
+from qjax.ops import Numerics, Weight
+from qjax.precision import Policy
 
 Batch = Mapping[str, jax.Array]
 
@@ -55,6 +56,15 @@ class LossSums(NamedTuple):
   seen: Any = ()
 
 
+def nll_sums(
+  hidden: jax.Array, head: Weight, transposed: bool, batch: Batch, policy: Policy, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+  """Summed nll and count of correct targets, from the hidden states [B, T, D] before the head."""
+  losses = token_losses(hidden, head, batch['targets'], policy, transposed, chunk)
+  weights = batch['weights']
+  return jnp.sum(losses.nll * weights), jnp.sum(losses.is_correct * weights)
+
+
 def loss_sums(
   model: Transformer,
   variables: Any,
@@ -82,9 +92,8 @@ def loss_sums(
   hidden, seen = (found[0], found[1]['seen']) if with_seen else (found, ())
   policy = model.numerics.policy
   head, transposed = head_of(model.config, variables['params'])
-  losses = token_losses(hidden, head, batch['targets'], policy, transposed, chunk)
+  nll, correct = nll_sums(hidden, head, transposed, batch, policy, chunk)
   weights = batch['weights']
-  nll = jnp.sum(losses.nll * weights)
   objective = nll
   if distillation is not None:
     teacher = model.clone(numerics=Numerics(policy))
@@ -94,4 +103,4 @@ def loss_sums(
       hidden, head, taught, teacher_head, policy, transposed, distillation.temperature, chunk
     )
     objective = (1 - distillation.weight) * nll + distillation.weight * jnp.sum(kl * weights)
-  return LossSums(nll, jnp.sum(losses.is_correct * weights), jnp.sum(weights), objective, seen)
+  return LossSums(nll, correct, jnp.sum(weights), objective, seen)

@@ -76,11 +76,7 @@ class Transformer(nn.Module):
       positions: int [B, T], counted from 0 in each document.
     """
     c = self.config
-    embedding = Embedding(c, name='embed')()
-    x = take_rows(embedding, tokens).astype(self.numerics.policy.compute)
-    if c.embed_scale != 1:
-      x = x * jnp.asarray(c.embed_scale, x.dtype)
-    x = constrain(x, BATCH_AXES, None, None)
+    x = embed(c, self.numerics, Embedding(c, name='embed')(), tokens)
     layers = nn.scan(
       Block,
       variable_axes={'params': 0, 'lora': 0, 'act': 0, 'ranges': 0, 'slots': 0, 'seen': 0},
@@ -99,6 +95,14 @@ class Transformer(nn.Module):
     if self.remat not in POLICIES:
       raise UserError(f'model.remat = {self.remat!r} is not known{nearest(self.remat, POLICIES)}')
     super().__post_init__()
+
+
+def embed(config: ModelConfig, numerics: Numerics, table: Weight, tokens: jax.Array) -> jax.Array:
+  """The residual stream before the first layer, [B, T, D] in the compute dtype."""
+  x = take_rows(table, tokens).astype(numerics.policy.compute)
+  if config.embed_scale != 1:
+    x = x * jnp.asarray(config.embed_scale, x.dtype)
+  return constrain(x, BATCH_AXES, None, None)
 
 
 class Embedding(nn.Module):

@@ -16,7 +16,8 @@ configs and in the API:
 
 import dataclasses
 import statistics
-from typing import Literal, cast, get_args
+from functools import cache
+from typing import Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,16 @@ def _mirrored(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
   """The magnitudes, zero first, in [-1, 1] with both signs; minus zero would be a second code for zero."""
   scaled = tuple(magnitude / magnitudes[-1] for magnitude in magnitudes)
   return tuple(-x for x in reversed(scaled[1:])) + scaled
+
+
+def _dynamic(signed: bool) -> tuple[float, ...]:
+  """Dynamic map of 8 bits: seven decades below 1, each half as finely divided as the next; zero and one."""
+  magnitudes: list[float] = []
+  for decade in range(7):
+    edges = np.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
+    magnitudes += (10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
+  below = [-x for x in reversed(magnitudes)] if signed else []
+  return (*below, 0.0, *magnitudes, 1.0)
 
 
 ScaleDtype = Literal['float32', 'bfloat16', 'e8m0', 'e4m3']
@@ -153,6 +164,11 @@ FORMATS = {
     Format('fp8_e5m2', 8, dtype='float8_e5m2', unit=57344),
   )
 }
+
+# What moments of gradients rest in, over blocks (`quant.moments`); no storage of weights. Dettmers et al.
+# 2022, "8-bit Optimizers via Block-wise Quantization", §1.3. The second spans [0, 1].
+DYNAMIC8 = Format('dynamic8', 8, _dynamic(signed=True))
+DYNAMIC8_UNSIGNED = Format('dynamic8_unsigned', 8, _dynamic(signed=False))
 
 GRAMMAR = (
   'a scheme is FORMAT[:OPTION,…] with FORMAT one of '
@@ -327,8 +343,76 @@ def unpack(packed: jax.Array, bits: int, rows: int) -> jax.Array:
   return planes.reshape(*packed.shape[:-2], per_byte * packed.shape[-2], packed.shape[-1])[..., :rows, :]
 
 
+class _Run(NamedTuple):
+  """Levels `step` apart: `size` of them from level number `start`, which is `first`."""
+
+  start: int
+  size: int
+  first: float
+  step: float
+
+
+@cache
+def _runs(levels: tuple[float, ...]) -> tuple[_Run, ...]:
+  """A long table as runs of evenly spaced levels, ascending."""
+  table, found, start = np.asarray(levels, np.float64), [], 0
+  while start < len(table):
+    end = start + 1
+    gap = table[min(start + 1, len(table) - 1)] - table[start]
+    while end < len(table) and np.isclose(table[end] - table[end - 1], gap, rtol=1e-6, atol=0):
+      end += 1
+    # Two levels are always evenly spaced; as a run they would break up the one that the second begins.
+    end = end if end - start > 2 else start + 1
+    step = (table[end - 1] - table[start]) / max(end - 1 - start, 1)
+    found.append(_Run(start, end - start, float(table[start]), float(step)))
+    start = end
+  return tuple(found)
+
+
+def _pick(is_from: list[jax.Array], values: list[float]) -> jax.Array:
+  """The value of the last run that each element is from; the first if it is from none."""
+  picked = jnp.full(is_from[0].shape, values[0], jnp.float32)
+  for condition, value in zip(is_from[1:], values[1:], strict=True):
+    picked = jnp.where(condition, jnp.float32(value), picked)
+  return picked
+
+
+def _nearest_in_runs(x: jax.Array, levels: tuple[float, ...]) -> jax.Array:
+  runs = _runs(levels)
+  bounds = [-np.inf] + [(levels[run.start - 1] + run.first) / 2 for run in runs[1:]]
+  is_from = [x > np.float32(bound) for bound in bounds]
+  # Where a level is alone any distance rounds to it, because `last` holds the result back.
+  start, last, first, scale = (
+    _pick(is_from, values)
+    for values in (
+      [float(run.start) for run in runs],
+      [float(run.size - 1) for run in runs],
+      [run.first for run in runs],
+      [1 / run.step if run.step else 0.0 for run in runs],
+    )
+  )
+  return (start + jnp.clip(jnp.round((x - first) * scale), 0, last)).astype(jnp.uint8)
+
+
+def _level_in_runs(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
+  runs = _runs(levels)
+  is_from = [codes >= np.uint8(run.start) for run in runs]
+  start, first, step = (
+    _pick(is_from, values)
+    for values in (
+      [float(run.start) for run in runs], [run.first for run in runs], [run.step for run in runs]
+    )
+  )
+  return first + step * (codes.astype(jnp.float32) - start)
+
+
 def nearest_code(x: jax.Array, levels: tuple[float, ...]) -> jax.Array:
-  """uint8 index of the level nearest to each x; a tie goes to the lower level."""
+  """uint8 index of the level nearest to each x; a tie goes to the lower level.
+
+  Tables longer than 16 must be made of few runs of evenly spaced levels; of those float32 decides the ties.
+  """
+  if len(levels) > 16:
+    return _nearest_in_runs(x, levels)
   table = np.asarray(levels, np.float32)
   midpoints = (table[1:] + table[:-1]) / 2
   # Counting the midpoints below x is `searchsorted` without its data-dependent loop.
@@ -358,11 +442,13 @@ def level_of(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
 
   A gather is the fastest way on CPU and the slowest on TPU, where a tree of selects stays in registers;
   both give the same bits. On a GPU XLA would keep each level of the tree as a whole float32 array over a loop
-  over layers, 6 GiB for a model of 7B; a gather takes nothing.
+  over layers, 6 GiB for a model of 7B; a gather takes nothing. Of tables longer than 16 a run takes the place
+  of the tree, which may differ in the last bits.
   """
+  select = _level_in_runs if len(levels) > 16 else _select_tree
   return jax.lax.platform_dependent(
     codes,
     cpu=lambda c: _lookup(c, levels),
     cuda=lambda c: _lookup(c, levels),
-    default=lambda c: _select_tree(c, levels),
+    default=lambda c: select(c, levels),
   )
