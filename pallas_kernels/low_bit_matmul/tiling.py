@@ -48,3 +48,77 @@ def choose(tokens: int, outputs: int, layout: Layout) -> Tiling:
   scales = layout.blocks if rows == layout.rows else max(1, rows // m)
   columns = outputs if outputs <= COLUMNS else COLUMNS
   return Tiling(min(TOKENS, -(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS), rows, columns, scales)
+
+
+# Programs that keep every core of a large GPU busy.
+PROGRAMS = 256
+# Tensor cores take at least 16 rows, columns and terms.
+LEAST = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTiling:
+  """Sizes of a tile, powers of two, and how a program runs.
+
+  Attributes:
+    tokens: rows of x or of g.
+    rows: rows of one plane of a weight, within a block.
+    columns: outputs.
+    splits: shares of the summed axis, each the work of another program.
+    warps: of 32 threads, a program.
+    stages: steps of the loop that are in flight.
+  """
+
+  tokens: int
+  rows: int
+  columns: int
+  splits: int = 1
+  warps: int = 4
+  stages: int = 2
+
+  def tiles_of_block(self, layout: Layout) -> int:
+    return -(-layout.rows_of_block // self.rows)
+
+  def row_tiles(self, layout: Layout) -> int:
+    """Tiles along the inputs, those of the shorter last block included."""
+    last = 0 if layout.tail is None else self.tiles_of_block(layout.tail)
+    return layout.blocks * self.tiles_of_block(layout) + last
+
+  def is_exact(self, layout: Layout) -> bool:
+    """Whether no tile of a whole block reaches beyond the block's inputs."""
+    return layout.rows_of_block % self.rows == 0 and layout.span % layout.planes == 0
+
+
+def _power(size: int) -> int:
+  """The least power of two that is not smaller."""
+  return 1 << (size - 1).bit_length()
+
+
+def _rows_on_gpu(layout: Layout, most: int) -> int:
+  """Rows of a tile: a power of two up to `most` that divides a block's if one of at least 16 does."""
+  m = layout.rows_of_block
+  even = min(most, m & -m)
+  return even if even >= LEAST else max(LEAST, min(most, _power(m)))
+
+
+def _splits(programs: int, steps: int) -> int:
+  """Shares of the summed axis that fill a GPU, each of four steps or more."""
+  return max(1, min(PROGRAMS // programs, steps // 4))
+
+
+def choose_gpu(tokens: int, outputs: int, layout: Layout, itemsize: int) -> GpuTiling:
+  """Tiles of the forward product for activations of `itemsize` bytes."""
+  rows = _rows_on_gpu(layout, 64 if layout.planes == 1 else 32 if layout.planes == 2 else 16)
+  size = max(LEAST, min(64, _power(tokens)))
+  tiles = GpuTiling(size, rows, 64)
+  programs = -(-tokens // tiles.tokens) * -(-outputs // tiles.columns)
+  return dataclasses.replace(tiles, splits=_splits(programs, tiles.row_tiles(layout)))
+
+
+def choose_gpu_transposed(tokens: int, outputs: int, layout: Layout, itemsize: int) -> GpuTiling:
+  """Tiles of the gradient's product for gradients of `itemsize` bytes."""
+  rows = _rows_on_gpu(layout, 64 if layout.planes == 1 else 32 if layout.planes == 2 else 16)
+  size = max(LEAST, min(64, _power(tokens)))
+  tiles = GpuTiling(size, rows, 64)
+  programs = -(-tokens // tiles.tokens) * tiles.row_tiles(layout)
+  return dataclasses.replace(tiles, splits=_splits(programs, -(-outputs // tiles.columns)))
