@@ -82,3 +82,46 @@ def choose(rows: int, columns: int, depth: int, itemsize: int) -> Tiling:
   cuts = itertools.product(_cuts(rows, 2048), _cuts(columns, 2048), depths, (False, True))
   tiles = (Tiling(*cut) for cut in cuts)
   return min((t for t in tiles if t.held(rows, columns, depth, itemsize) <= VMEM_BYTES), key=cost)
+
+
+# Programs that keep every core of a large GPU busy.
+PROGRAMS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTiling:
+  """Sizes of a tile, powers of two, and how a program runs.
+
+  Attributes:
+    rows: of the result.
+    columns: of the result.
+    depth: terms of the sum that are multiplied at once.
+    splits: shares of the sum, each the work of another program.
+    warps: of 32 threads, a program.
+    stages: steps of the loop that are in flight.
+  """
+
+  rows: int
+  columns: int
+  depth: int
+  splits: int
+  warps: int
+  stages: int = 3
+
+  def steps(self, depth: int) -> int:
+    """Steps of the loop of one share."""
+    return -(-depth // (self.splits * self.depth))
+
+
+def choose_gpu(rows: int, columns: int, depth: int) -> GpuTiling:
+  """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, for there the weight's bytes are what counts."""
+
+  def power(size: int, least: int, most: int) -> int:
+    return max(least, min(most, 1 << (size - 1).bit_length()))
+
+  tall = power(rows, 16, 128)
+  wide = power(columns, 16, 128 if tall > 32 else 64)
+  deep = power(depth, 32, 64 if tall > 32 else 128)
+  programs = -(-rows // tall) * -(-columns // wide)
+  splits = max(1, min(PROGRAMS // programs, -(-depth // deep) // 4))
+  return GpuTiling(tall, wide, deep, splits, 8 if tall * wide > 64 * 64 else 4)
