@@ -126,7 +126,10 @@ def choose(
     reasons.append(reason)
   if kernels == 'auto':
     return None
-  why = '; '.join(reasons) or f'there is no kernel of {op} for a {platform}'
+  others = ', '.join(sorted({row.name for row in TABLE if row.op == op}))
+  why = '; '.join(reasons) or (
+    f'no kernel of {op} is compiled for a {platform}; {others} are for other platforms, {INTERPRETED} runs here'
+  )
   raise NotImplementedError(
     f"kernels = {kernels!r}: {why}; use kernels = 'auto' or 'xla', which multiply by XLA's own product"
   )

@@ -39,7 +39,10 @@ class _Weight:
 
   def of_block(self, block: Any, whole: int, last: int) -> Any:
     """A number that differs for the shorter last block."""
-    return whole if self.layout.tail is None else jnp.where(block < self.layout.blocks, whole, last)
+    if self.layout.tail is None:
+      return whole
+    # Not `where`, which Triton's lowering gives the type of the condition if both numbers are literals.
+    return last + (whole - last) * (block < self.layout.blocks).astype(jnp.int32)
 
   def place(self, tile: Any) -> tuple[Any, Any]:
     """The block of a tile, and the rows [rows of a tile] of a plane of that block which the tile holds."""
@@ -239,7 +242,7 @@ def matmul(
     interpret: run on a CPU.
   """
   outputs = codes.shape[1]
-  tiles = tiling.choose_gpu(x.shape[0], outputs, layout, x.dtype.itemsize)
+  tiles = tiling.choose_gpu(x.shape[0], outputs, layout, x.dtype.itemsize, transposed=False)
   grid = (pl.cdiv(outputs, tiles.columns), tiles.splits)
   weight = _arrays(codes, scale, offset, layout)
   return _call(_forward_kernel, x, weight, outputs, grid, layout, tiles, interpret, 'low_bit_matmul')
@@ -255,7 +258,7 @@ def matmul_transposed(
   interpret: bool = False,
 ) -> jax.Array:
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
-  tiles = tiling.choose_gpu_transposed(g.shape[0], codes.shape[1], layout, g.dtype.itemsize)
+  tiles = tiling.choose_gpu(g.shape[0], codes.shape[1], layout, g.dtype.itemsize, transposed=True)
   grid = (tiles.row_tiles(layout), tiles.splits)
   weight = _arrays(codes, scale, offset, layout)
   name = 'low_bit_matmul_transposed'
