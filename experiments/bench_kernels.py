@@ -6,9 +6,9 @@
   python -m experiments.bench_kernels --cpu
 
 With --compile_only each kernel, format and shape is compiled in another process and gets a row: whether it
-compiles or why not, the bytes it moves over the least possible, what its tiles hold, and the least time by the
-chip's data sheet. That is what compilers say, not a measurement. A row that should compile and does not makes
-the exit status 1; what a chip cannot do is refused before it is compiled, and is no failure.
+compiles or why not, the bytes it moves over the least possible, what its tiles hold, and the least time by
+the chip's data sheet. That is what compilers say, not a measurement. A row that should compile and does not
+makes the exit status 1; what a chip cannot do is refused before it is compiled, and is no failure.
 
 Without it, each kernel is timed beside XLA's product with the dequantized weight and beside a dense one in
 bfloat16, against ceilings measured at the same time, and its errors are taken against float64. A machine with
@@ -108,7 +108,8 @@ def _compile_table(rows: list[dict[str, Any]]) -> str:
     if 'bytes_least' in row:
       vmem = f'{row["vmem_bytes"] / 2**20:.1f}' if row['vmem_bytes'] else '-'
       numbers = (
-        f'{row["bytes_over_least"]:>11.2f} {row["bytes_least"] / 2**20:>9.1f} {row["operations"] / 1e9:>7.1f} '
+        f'{row["bytes_over_least"]:>11.2f} {row["bytes_least"] / 2**20:>9.1f} '
+        f'{row["operations"] / 1e9:>7.1f} '
         f'{row.get("roofline_us", 0):>9.1f} {vmem:>8} {row.get("registers", "-"):>4} '
         f'{row.get("spilled_bytes", "-"):>7}'
       )

@@ -1,7 +1,7 @@
 """Every kernel with its formats and shapes: how each is called, compiled for a chip, and what it must move.
 
-Bytes moved are counted from the grid and the blocks of the kernel itself. On a TPU a block that comes again at
-the next step of the grid stays where it is. On a GPU programs that run at the same time, one a core, share
+Bytes moved are counted from the grid and the blocks of the kernel itself. On a TPU a block that comes again
+at the next step of the grid stays where it is. On a GPU programs that run at the same time, one a core, share
 what they read through the second-level cache, and an array of less than half that cache is read once.
 """
 
@@ -208,7 +208,7 @@ def _calls(jaxpr: Any) -> Iterator[Any]:
 
 
 def _programs(grid: tuple[int, ...], is_tpu: bool) -> np.ndarray:
-  """Places in the grid in the order in which they run: the last axis moves first on a TPU, the first on a GPU."""
+  """Places in the grid in running order: the last axis moves first on a TPU, the first on a GPU."""
   order = grid if is_tpu else grid[::-1]
   places = np.indices(order).reshape(len(order), -1).T
   return places if is_tpu else places[:, ::-1]
@@ -283,7 +283,7 @@ def traffic(case: Case) -> dict[str, Any]:
   What XLA does before and after the kernel, such as splitting x into planes, is not counted.
   """
   call, arguments = program(case)
-  chip, found = case.target, {'bytes_moved': 0, 'bytes_least': 0, 'vmem_bytes': 0}
+  chip, found = case.target, dict.fromkeys(('bytes_moved', 'bytes_least', 'vmem_bytes'), 0)
   for equation in _calls(jax.make_jaxpr(call)(*arguments).jaxpr):
     is_tpu = chip.kind == 'tpu'
     is_ours = case.kernel in LOW_BIT and not is_tpu
@@ -294,8 +294,7 @@ def traffic(case: Case) -> dict[str, Any]:
       found['vmem_bytes'] += panel.copies * math.prod(panel.block) * panel.itemsize if is_tpu else 0
     for scratch in equation.params['grid_mapping'].scratch_avals if is_tpu else ():
       found['vmem_bytes'] += math.prod(scratch.shape) * scratch.dtype.itemsize
-  found['bytes_over_least'] = found['bytes_moved'] / found['bytes_least']
-  return found
+  return {**found, 'bytes_over_least': found['bytes_moved'] / found['bytes_least']}
 
 
 def roofline_us(case: Case, nbytes: int) -> float:
@@ -333,7 +332,7 @@ def _compiled(case: Case) -> dict[str, Any]:
 
 
 def _registers(folder: Path) -> dict[str, int]:
-  """Registers of a thread and bytes spilled of Triton's kernels, as ptxas says; nothing where it is not installed."""
+  """Registers of a thread and bytes spilled, as ptxas says of Triton's kernel; nothing without ptxas."""
   ptxas, found = shutil.which('ptxas'), {}
   for ptx in folder.glob('*.ptx') if ptxas else ():
     text = ptx.read_text(encoding='utf-8')

@@ -1,4 +1,4 @@
-"""Times of kernels and of what they stand beside, in turn, as medians; all in one process, on what is here."""
+"""Times of kernels and of what they stand beside, in turn, as medians, on the machine that is here."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ from qjax import ops
 from qjax.ops import Numerics
 from qjax.precision import policy
 from qjax.progress import Bar
-from qjax.quant import activations, formats
+from qjax.quant import formats
 from qjax.quant.formats import NF4_LEVELS
 from qjax.quant.qtensor import dequantize, quantize
 
@@ -84,7 +84,8 @@ def on_accelerator(repeats: int, is_quick: bool, kernels: list[str]) -> dict[str
       operations = 2 * int(np.prod(shape))
       rows.append(
         {
-          'kernel': kernel, 'format': each, 'shape': list(shape), 'milliseconds': _ms(seconds), 'error': error,
+          'kernel': kernel, 'format': each, 'shape': list(shape), 'milliseconds': _ms(seconds),
+          'error': error,
           'share_of_bandwidth': nbytes / seconds['kernel'] / top['bytes'],
           'share_of_bfloat16_flops': operations / seconds['kernel'] / top['flops'],
         }
@@ -235,13 +236,14 @@ def table(found: dict[str, Any]) -> str:
   """One line a row: milliseconds, and the ratio to the last program that it stands beside."""
   lines = [f'on {found["device"]}, medians of calls taken in turn']
   if top := found.get('ceilings'):
-    lines.append(f'measured ceilings: {top["bytes"] / 1e9:.0f} GB/s, {top["flops"] / 1e12:.1f} TFLOP/s bfloat16')
+    bandwidth, flops = top['bytes'] / 1e9, top['flops'] / 1e12
+    lines.append(f'measured ceilings: {bandwidth:.0f} GB/s, {flops:.1f} TFLOP/s in bfloat16')
   for row in found['rows']:
     name = row.get('what') or f'{row["kernel"]} {row["format"]}'
     parts = [f'{key} {value:.3f} ms' for key, value in row['milliseconds'].items()]
     times = row['milliseconds']
     if 'kernel' in times:
-      parts.append(f'{times["kernel"] / times["xla"]:.2f} x xla, {times["kernel"] / times["dense"]:.2f} x dense')
+      parts += [f'{times["kernel"] / times[name]:.2f} x {name}' for name in ('xla', 'dense')]
       parts.append(
         f'{row["share_of_bandwidth"]:.0%} of bandwidth, {row["share_of_bfloat16_flops"]:.0%} of FLOP/s, '
         f'error {row["error"]:.1e}'
@@ -253,6 +255,7 @@ def table(found: dict[str, Any]) -> str:
     if 'int8' in times:
       parts.append(f'{times["int8"] / times["dense float32"]:.2f} x')
     if 'errors' in row:
-      parts.append(f'fastest: {min(times, key=times.__getitem__)}; error of arithmetic {row["errors"]["arithmetic"]:.0e}')
+      fastest = min(times, key=times.__getitem__)
+      parts.append(f'fastest: {fastest}; error of arithmetic {row["errors"]["arithmetic"]:.0e}')
     lines.append(f'{name:<30} {"x".join(map(str, row["shape"])):<16} ' + '; '.join(parts))
   return '\n'.join(lines)

@@ -70,7 +70,8 @@ def _kernel(
   row = column = None
   if has_row:
     ref = scales.pop(0)
-    row = _load(ref, (slice(None), slice(None)), None if ref.shape[0] == 1 or is_row is None else is_row[:, None])
+    is_short = ref.shape[0] > 1 and is_row is not None
+    row = _load(ref, (slice(None), slice(None)), is_row[:, None] if is_short else None)
   if has_column:
     ref = scales.pop(0)
     is_short = ref.shape[1] > 1 and is_column is not None

@@ -1,4 +1,4 @@
-"""How a product of integers is cut into tiles: on a TPU by the bytes that each cut moves, on a GPU by a table."""
+"""How a product of integers is cut into tiles: on a TPU by the bytes that each cut moves."""
 
 import dataclasses
 import functools
@@ -23,8 +23,8 @@ class Tiling:
     rows: of the result.
     columns: of the result.
     depth: terms of the sum, which divide it evenly.
-    columns_first: whether tiles of one column follow each other, so that an operand b that is not cut in depth
-      stays where it is, rather than those of one row.
+    columns_first: whether tiles of one column follow each other, so that an operand b that is not cut in
+      depth stays where it is, rather than those of one row.
   """
 
   rows: int
@@ -43,7 +43,7 @@ class Tiling:
     return a + b + rows * columns * itemsize
 
   def copies(self, rows: int, columns: int, depth: int) -> tuple[int, int]:
-    """Tiles of a and of b that are held: one that never changes, else two, for the next is fetched meanwhile."""
+    """Tiles of a and of b that are held: one that never changes, else two, one being fetched."""
     is_cut = self.depth < depth
     return 1 + (is_cut or self.rows < rows), 1 + (is_cut or self.columns < columns)
 
@@ -65,7 +65,7 @@ def _cuts(size: int, most: int) -> list[int]:
   return ([size] if size <= most else []) + steps
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def choose(rows: int, columns: int, depth: int, itemsize: int) -> Tiling:
   """The tiles for a TPU that cost least: bytes moved, the first tiles, which nothing hides, and steps.
 
@@ -114,7 +114,7 @@ class GpuTiling:
 
 
 def choose_gpu(rows: int, columns: int, depth: int) -> GpuTiling:
-  """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, for there the weight's bytes are what counts."""
+  """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, so that many programs read the weight."""
 
   def power(size: int, least: int, most: int) -> int:
     return max(least, min(most, 1 << (size - 1).bit_length()))

@@ -1,6 +1,7 @@
 """Quantization on NVIDIA GPUs in one pass: Pallas lowered to Triton.
 
-Rounding at random is not here: XLA fuses the drawing of bits with what rounds by them, and moves no more bytes.
+Rounding at random is not here: XLA fuses the drawing of bits with what rounds by them, moving as few bytes.
+Division in Triton may err in the last bit, so that a weight halfway between two codes may get the other one.
 """
 
 import functools

@@ -63,8 +63,8 @@ def blocks_of(w: jax.Array, divisor: jax.Array | None, layout: Layout) -> tuple[
   blocks = w.reshape(-1, layout.span, w.shape[-1])
   largest = jnp.max(jnp.abs(blocks), axis=1)
   scale = largest if divisor is None else largest / divisor
-  # Zeros are divided by one. That is decided weight by weight, for a division by a scale that is only repeated
-  # becomes a product with its inverse in XLA, which rounds otherwise.
+  # Zeros are divided by one. That is decided weight by weight, for a division by a scale that is only
+  # repeated becomes a product with its inverse in XLA, which rounds otherwise.
   divisors = jnp.where(blocks == 0, jnp.ones_like(blocks), scale[:, None, :])
   return packed(code_of(blocks / divisors, layout), layout), scale
 
@@ -119,8 +119,8 @@ def tokens(
   """Codes int8 [M, K] in -127…127 and a float32 scale [M, 1] for each row.
 
   code = round(x · (127 / high)), half to even, or with bits ⌊x · (127 / high) + u⌋, whose mean is right, and
-  scale = high · (1 / 127), where high is the row's largest magnitude, at least 1e-30. A row that holds a NaN or
-  an infinity has scale NaN.
+  scale = high · (1 / 127), where high is the row's largest magnitude, at least 1e-30. A row that holds a NaN
+  or an infinity has scale NaN.
 
   Args:
     x: of any floating dtype.

@@ -63,8 +63,10 @@ class TestContract:
     row, column = scales(17, 131)
     one = jnp.full((1, 1), 0.25)
     for r, c in ((row, one), (one, None), (None, column), (None, None)):
-      wanted = exact.astype(np.float32) * np.asarray(1 if c is None else c) * np.asarray(1 if r is None else r)
-      np.testing.assert_array_equal(BACKENDS[name](a, b, r, c), wanted.astype(np.float32))
+      wanted = exact.astype(np.float32)
+      for scale in (c, r):
+        wanted = wanted if scale is None else wanted * np.asarray(scale)
+      np.testing.assert_array_equal(BACKENDS[name](a, b, r, c), wanted)
     found = BACKENDS[name](a, b, row, column, dtype=jnp.dtype('bfloat16'))
     full = BACKENDS[name](a, b, row, column)
     np.testing.assert_array_equal(found, full.astype(jnp.bfloat16))
@@ -108,7 +110,8 @@ def test_no_tile_is_raced_for(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_tiles_fit_a_tpu_and_move_little():
-  for rows, columns, depth in ((2048, 4096, 4096), (2048, 11008, 4096), (32, 4096, 11008), (8192, 8192, 8192)):
+  sizes = ((2048, 4096, 4096), (2048, 11008, 4096), (32, 4096, 11008), (8192, 8192, 8192))
+  for rows, columns, depth in sizes:
     tiles = tiling.choose(rows, columns, depth, 4)
     assert tiles.held(rows, columns, depth, 4) <= tiling.VMEM_BYTES
     for size, tile in ((rows, tiles.rows), (columns, tiles.columns), (depth, tiles.depth)):
