@@ -128,7 +128,7 @@ def choose(
     return None
   others = ', '.join(sorted({row.name for row in TABLE if row.op == op}))
   why = '; '.join(reasons) or (
-    f'no kernel of {op} is compiled for a {platform}; {others} are for other platforms, {INTERPRETED} runs here'
+    f'no kernel of {op} runs on a {platform}; {others} compile for other platforms, {INTERPRETED} runs here'
   )
   raise NotImplementedError(
     f"kernels = {kernels!r}: {why}; use kernels = 'auto' or 'xla', which multiply by XLA's own product"
