@@ -26,6 +26,9 @@ Program = Callable[[], Any]
 TOGETHER = 10
 # Rows of a product whose errors are taken, and rows of decoding on CPU.
 CHECKED, FEW = 64, (1, 2, 4, 8)
+# The largest error over the root mean square of a result: a few times that of a weight rounded to bfloat16,
+# and that of three roundings to float32 of the largest of many sums.
+LIMITS = {**dict.fromkeys(kernel_cases.LOW_BIT, 2.0**-6), 'int8_matmul': 2.0**-19}
 CPU_SHAPES = ((1024, 576, 1536), (1024, 1536, 576), (1024, 1024, 4096))
 
 
@@ -85,7 +88,7 @@ def on_accelerator(repeats: int, is_quick: bool, kernels: list[str]) -> dict[str
       rows.append(
         {
           'kernel': kernel, 'format': each, 'shape': list(shape), 'milliseconds': _ms(seconds),
-          'error': error,
+          'error': error, 'is_right': error <= LIMITS[kernel],
           'share_of_bandwidth': nbytes / seconds['kernel'] / top['bytes'],
           'share_of_bfloat16_flops': operations / seconds['kernel'] / top['flops'],
         }
@@ -246,7 +249,7 @@ def table(found: dict[str, Any]) -> str:
       parts += [f'{times["kernel"] / times[name]:.2f} x {name}' for name in ('xla', 'dense')]
       parts.append(
         f'{row["share_of_bandwidth"]:.0%} of bandwidth, {row["share_of_bfloat16_flops"]:.0%} of FLOP/s, '
-        f'error {row["error"]:.1e}'
+        f'error {row["error"]:.1e}{"" if row["is_right"] else ", WRONG"}'
       )
     parts += [
       f'{times[f"nf4 {dtype}"] / times[f"dense {dtype}"]:.2f} x in {dtype}'
