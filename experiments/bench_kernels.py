@@ -12,7 +12,7 @@ makes the exit status 1; what a chip cannot do is refused before it is compiled,
 
 Without it, each kernel is timed beside XLA's product with the dequantized weight and beside a dense one in
 bfloat16, against ceilings measured at the same time, and its errors are taken against float64; one that is
-too large makes the exit status 1. A machine with a CPU alone times what XLA makes of weights in few bits there.
+too large makes the exit status 1. A machine with a CPU alone times what XLA makes of weights in few bits.
 """
 
 import dataclasses
