@@ -16,7 +16,7 @@ def base() -> ConfigDict:
   config.eval_every = 10  # steps; there is also an evaluation before and after
   config.checkpoint_every = 10  # steps; the newest and the best are kept
   config.max_skips = 50  # give up after so many steps in a row without a finite gradient
-  config.kernels = 'auto'  # matrix products: auto | xla
+  config.kernels = 'auto'  # matrix products: auto | xla | pallas | pallas_tpu | pallas_gpu | pallas_interpret
 
   config.model = ConfigDict()
   config.model.path = 'embedded'  # or a .gguf file, or a Hugging Face directory

@@ -21,7 +21,6 @@ products of the input's gradient in int8; Xi et al. 2024, "Jetfire", both).
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,9 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.low_bit_matmul import tpu as low_bit
-from pallas_kernels.low_bit_matmul.layout import Layout
-from qjax import trees
+from pallas_kernels import dispatch
+from qjax import kernels, trees
 from qjax.adapters import Adapter
 from qjax.errors import UserError, nearest
 from qjax.precision import Policy
@@ -45,14 +43,6 @@ from qjax.remat import LOW_RANK, named
 
 Weight = jax.Array | QTensor
 Projected = Weight | Decomposed | Trained  # what a projection may hold
-
-# Implementations of products with a weight in few bits, by name. 'auto' is 'pallas' on a TPU where the kernel
-# serves (`kernel_obstacle`), else 'xla'.
-IMPLEMENTATIONS = {
-  'xla': 'dequantize, then dot_general, compiled by XLA',
-  'pallas': 'decoded tile by tile in a TPU kernel, no dequantized weight in memory',
-  'pallas_interpret': 'the same kernel, interpreted, which is slow and for tests',
-}
 
 # Whether quantized inputs meet integer weights as integers.
 INTEGER = {
@@ -105,7 +95,8 @@ class Numerics:
 
   Attributes:
     policy: dtypes.
-    implementation: 'auto', or a name in `IMPLEMENTATIONS`, which then runs or raises.
+    implementation: 'auto', or a name in `dispatch.KERNELS`, which then runs or raises. It says how products
+      with a weight in few bits are computed, and the default goes by the platform that is compiled for.
     activations: (pattern over a projection's path, scheme of its inputs), first match wins; see
       `qjax.quant.activations`.
     integer: a name in `INTEGER`.
@@ -128,9 +119,9 @@ class Numerics:
   backward: Backward = Backward()
 
   def __post_init__(self) -> None:
-    if self.implementation not in ('auto', *IMPLEMENTATIONS):
+    if self.implementation not in ('auto', *dispatch.KERNELS):
       raise UserError(
-        f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(IMPLEMENTATIONS)}'
+        f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(dispatch.KERNELS)}'
       )
     if self.integer not in INTEGER:
       raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, INTEGER)}')
@@ -156,7 +147,7 @@ class Numerics:
     """The implementation that runs where it can serve."""
     if self.implementation != 'auto':
       return self.implementation
-    return 'pallas' if jax.default_backend() == 'tpu' else 'xla'
+    return 'xla' if dispatch.target_platform() == 'cpu' else 'pallas'
 
   @property
   def draws(self) -> bool:
@@ -197,6 +188,7 @@ class _Plan:
   gradient: str = 'ste'
   backward: Backward = Backward()
   implementation: str = 'auto'
+  path: str | None = None
 
 
 def contract(
@@ -273,44 +265,13 @@ def _operand(w: Projected, dtype: jnp.dtype) -> jax.Array:
   return dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
 
 
-def kernel_obstacle(w: QTensor, compute: jnp.dtype) -> str | None:
-  """Why the TPU kernel can't multiply w in `compute`, None if it can."""
-  numbers = w.scheme.numbers
-  if numbers.bits not in (8, 4, 2) or numbers.dtype is not None:
-    return f'codes of {w.scheme} are not of 8, 4 or 2 bits with a table or integers'
-  if compute not in (jnp.bfloat16, jnp.float32):
-    return f'a TPU has no products in {compute}'
-  if w.scheme.granularity == 'tile':
-    return 'scales of tiles are not implemented'
-  mesh = jax.sharding.get_abstract_mesh()
-  if not mesh.empty and mesh.size > 1:
-    return 'the kernel is not split over devices'
-  try:
-    low_bit.check(_layout(w))
-  except NotImplementedError as error:
-    return str(error)
-  return None
-
-
-def _layout(w: QTensor) -> Layout:
-  scheme, numbers = w.scheme, w.scheme.numbers
-  bias = 0 if scheme.asymmetric else numbers.bias
-  return Layout(w.inputs, scheme.block_of(w.inputs), numbers.bits, numbers.levels, bias)
-
-
-def _resting_product(x: jax.Array, w: QTensor, plan: _Plan, kernel: Callable[..., jax.Array]) -> jax.Array:
-  """x · w, or x · wᵀ where the kernel is `matmul_transposed`, by the implementation of the plan."""
-  policy, name = plan.policy, plan.implementation
-  is_named = name in ('pallas', 'pallas_interpret')
-  if is_named or (name == 'auto' and jax.default_backend() == 'tpu'):
-    obstacle = kernel_obstacle(w, policy.compute)
-    if obstacle is None:
-      flat, interpret = x.reshape(-1, x.shape[-1]), name == 'pallas_interpret'
-      y = kernel(flat, w.codes, w.scales, w.offset, _layout(w), interpret=interpret)
-      return y.reshape(*x.shape[:-1], y.shape[-1]).astype(policy.accum)
-    if is_named:
-      raise NotImplementedError(f'kernels = {name!r}: {obstacle}; use kernels = auto')
-  axis = 0 if kernel is low_bit.matmul else 1
+def _resting_product(x: jax.Array, w: QTensor, plan: _Plan, transposed: bool) -> jax.Array:
+  """x · w, or x · wᵀ, by the implementation of the plan."""
+  policy = plan.policy
+  y = kernels.multiply(x, w, plan.implementation, plan.path, transposed)
+  if y is not None:
+    return y.astype(policy.accum)
+  axis = 1 if transposed else 0
   return contract(x, _operand(w, policy.compute), ((x.ndim - 1,), (axis,)), policy.accum)
 
 
@@ -361,7 +322,7 @@ def _product(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) ->
   if not scheme.is_none:
     x = activations.fake(x, scheme, high)
   if isinstance(w, QTensor) and not plan.transposed:
-    return _resting_product(x.astype(policy.compute), w, plan, low_bit.matmul)
+    return _resting_product(x.astype(policy.compute), w, plan, transposed=False)
   x, w = x.astype(policy.compute), _operand(w, policy.compute)
   return contract(x, w, ((x.ndim - 1,), (1 if plan.transposed else 0,)), policy.accum)
 
@@ -422,7 +383,7 @@ def _input_gradient(g: jax.Array, w: Projected, key: jax.Array | None, plan: _Pl
     return (sums.astype(jnp.float32) * g_scale).astype(policy.accum)
   g = g.astype(policy.compute)
   if isinstance(w, QTensor) and not plan.transposed:
-    return _resting_product(g, w, plan, low_bit.matmul_transposed)
+    return _resting_product(g, w, plan, transposed=True)
   axis = 0 if plan.transposed else 1
   return contract(g, _operand(w, policy.compute), ((g.ndim - 1,), (axis,)), policy.accum)
 
@@ -719,7 +680,7 @@ def dot(
   if isinstance(w, Trained):
     backward = numerics.backward
     check_backward(numerics, path, w.scheme, w.shape)
-  plan = _Plan(policy, backward=backward, implementation=numerics.implementation)
+  plan = _Plan(policy, backward=backward, implementation=numerics.implementation, path=path)
   if scheme.is_none:
     y = _matmul(x, w, None, rounding_key, plan)
   else:

@@ -70,17 +70,18 @@ def make_mesh(spec: MeshSpec, devices: list[jax.Device] | None = None) -> Mesh:
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _axis_size(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
+def axis_size(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
+  """How many parts `axes` make."""
   names = (axes,) if isinstance(axes, str) else axes or ()
   return math.prod(mesh.shape[name] for name in names)
 
 
-def _fit(axes: Any, size: int, mesh: Mesh | AbstractMesh) -> Any:
+def fit(axes: Any, size: int, mesh: Mesh | AbstractMesh) -> Any:
   """The longest tail of `axes` that divides `size` evenly, None if none does."""
   names = (axes,) if isinstance(axes, str) else tuple(axes or ())
   for start in range(len(names)):
     kept = names[start:]
-    if size % _axis_size(mesh, kept) == 0:
+    if size % axis_size(mesh, kept) == 0:
       return kept if len(kept) > 1 else kept[0]
   return None
 
@@ -104,8 +105,19 @@ def spec_for(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     spec = spec[-(len(shape) - 1) :] if len(shape) > 1 else ()
   lead = (None,) * (len(shape) - len(spec))
   return PartitionSpec(
-    *lead, *(_fit(axes, size, mesh) for axes, size in zip(spec, shape[len(lead) :], strict=True))
+    *lead, *(fit(axes, size, mesh) for axes, size in zip(spec, shape[len(lead) :], strict=True))
   )
+
+
+def axes_inside(path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """Axes that split the inputs and the outputs of the weight at `path` within a layer.
+
+  The batch axes are not among them: what they split is gathered before it is multiplied.
+  """
+  spec = next(spec for pattern, spec in RULES if trees.is_match(pattern, path))
+  both = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec or (None, None)]
+  inputs, outputs = (tuple(name for name in axes if name not in BATCH_AXES) for axes in both)
+  return inputs, outputs
 
 
 def shardings(tree: Tree, mesh: Mesh) -> Tree:
@@ -128,7 +140,7 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.size == 1:
     return x
-  fitted = (_fit(a, size, mesh) for a, size in zip(axes, x.shape, strict=True))
+  fitted = (fit(a, size, mesh) for a, size in zip(axes, x.shape, strict=True))
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*fitted))
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from qjax import ops, precision, trees
 from qjax.adapters import Adapter
 from qjax.errors import UserError
@@ -454,8 +455,8 @@ def test_a_transposed_product_wants_a_plain_weight_of_fitting_inputs():
 
 def test_an_implementation_is_one_of_those_that_exist():
   policy = precision.policy()
-  assert ops.Numerics(policy).used in ops.IMPLEMENTATIONS
-  for name in ops.IMPLEMENTATIONS:
+  assert ops.Numerics(policy).used in dispatch.KERNELS
+  for name in dispatch.KERNELS:
     assert ops.Numerics(policy, name).used == name
   with pytest.raises(UserError, match="kernels = 'pallas_moon'.*auto, xla"):
     ops.Numerics(policy, 'pallas_moon')

@@ -3,6 +3,8 @@
 A weight [K, N] rests as codes of `bits` bits, 8 / bits to a byte, in blocks of `block` consecutive inputs.
 The bytes of a block are m = ceil(block · bits / 8) rows [m, N]; plane p of them, bits p · bits and up, holds
 the codes of inputs p · m to (p + 1) · m - 1 of the block. A last block that is shorter is packed by itself.
+Codes of three bits are two such runs of rows: the lower two bits of a block as above, then its highest bits,
+eight to a byte, in h = ceil(block / 8) rows: bit q of row j belongs to input q · h + j.
 
 Nothing is moved in memory to undo that. A product splits its inputs into planes instead, [planes, M, rows]:
 
@@ -24,7 +26,7 @@ class Layout:
   Attributes:
     inputs: K.
     block: inputs that share a scale; K or more is one scale an output.
-    bits: of a code, 8, 4 or 2.
+    bits: of a code, 8, 4, 3 or 2.
     levels: what codes stand for, or None for integers, code - bias.
     bias: 0 for 8 bits, whose codes are signed.
   """
@@ -36,9 +38,14 @@ class Layout:
   bias: int = 0
 
   @property
+  def low_bits(self) -> int:
+    """Bits of a code that lie in one byte: all, but for codes of three bits."""
+    return 2 if self.bits == 3 else self.bits
+
+  @property
   def planes(self) -> int:
     """Codes a byte."""
-    return 8 // self.bits
+    return 8 // self.low_bits
 
   @property
   def span(self) -> int:
@@ -47,8 +54,18 @@ class Layout:
 
   @property
   def rows_of_block(self) -> int:
-    """m: rows of bytes that a whole block takes."""
+    """m: rows that one plane of a whole block has."""
     return -(-self.span // self.planes)
+
+  @property
+  def high_rows_of_block(self) -> int:
+    """h: rows of highest bits of a whole block of three-bit codes, else 0."""
+    return -(-self.span // 8) if self.bits == 3 else 0
+
+  @property
+  def bytes_of_block(self) -> int:
+    """Rows of bytes that a whole block takes."""
+    return self.rows_of_block + self.high_rows_of_block
 
   @property
   def blocks(self) -> int:
@@ -57,8 +74,13 @@ class Layout:
 
   @property
   def rows(self) -> int:
-    """Rows of bytes of all whole blocks."""
+    """Rows that one plane of all whole blocks has."""
     return self.blocks * self.rows_of_block
+
+  @property
+  def byte_rows(self) -> int:
+    """Rows of bytes of all whole blocks."""
+    return self.blocks * self.bytes_of_block
 
   @property
   def tail(self) -> 'Layout | None':
@@ -85,17 +107,37 @@ def join(parts: jax.Array, layout: Layout) -> jax.Array:
   return whole.reshape(count, -1)
 
 
-def level_of(codes: jax.Array, plane: int, layout: Layout) -> jax.Array:
-  """float32 levels of one plane of bytes [rows, N]; levels are selected by a tree, which needs no gather."""
-  if layout.bits == 8 and layout.levels is None:
-    return codes.astype(jnp.float32)
-  code = codes.astype(jnp.int32)
-  if layout.bits < 8:
-    code = (code >> (plane * layout.bits)) & (2**layout.bits - 1)
+def codes_of(packed: jax.Array, plane: int, layout: Layout) -> jax.Array:
+  """Unsigned int32 codes [rows of the plane, N] of whole blocks of bytes [byte rows, N]."""
+  wide = packed.astype(jnp.int32)
+  if layout.bits == 8:
+    return wide
+  if layout.bits != 3:
+    return (wide >> (plane * layout.bits)) & (2**layout.bits - 1)
+  m, h = layout.rows_of_block, layout.high_rows_of_block
+  blocks = wide.reshape(-1, m + h, wide.shape[-1])
+  # The highest bits of one plane are runs of rows, each in one bit.
+  runs = []
+  for bit in range(8):
+    start, end = max(plane * m, bit * h), min((plane + 1) * m, (bit + 1) * h)
+    if start < end:
+      rows = blocks[:, m + start - bit * h : m + end - bit * h]
+      runs.append((rows >> bit) & 1)
+  low = (blocks[:, :m] >> (2 * plane)) & 3
+  return (low | (jnp.concatenate(runs, axis=1) << 2)).reshape(-1, wide.shape[-1])
+
+
+def table_of(layout: Layout) -> tuple[float, ...]:
+  """The level of every code that `bits` bits can spell; of an unused last code, the last level."""
+  assert layout.levels is not None
+  return layout.levels + layout.levels[-1:] * (2**layout.bits - len(layout.levels))
+
+
+def level_of(code: jax.Array, layout: Layout) -> jax.Array:
+  """The float32 level of int32 codes; levels of a table are selected by a tree, which needs no gather."""
   if layout.levels is None:
     return (code - layout.bias).astype(jnp.float32)
-  table = layout.levels + layout.levels[-1:] * (2**layout.bits - len(layout.levels))
-  choices: list[Any] = [np.float32(level) for level in table]
+  choices: list[Any] = [np.float32(level) for level in table_of(layout)]
   for bit in range(layout.bits):
     is_set = (code >> bit) & 1 != 0
     choices = [

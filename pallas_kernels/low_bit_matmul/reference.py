@@ -3,17 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.low_bit_matmul.layout import Layout, level_of
+from pallas_kernels.low_bit_matmul.layout import Layout, codes_of, level_of
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout) -> jax.Array:
-  """The weight float32 [K, N] of bytes [rows, N] with float32 scales and offsets [blocks, N or 1]."""
+  """The weight float32 [K, N] of bytes [byte rows, N], float32 scales and offsets [blocks, N or 1]."""
   parts, tail = [], layout.tail
   for block in range(layout.blocks + (tail is not None)):
     own = layout if block < layout.blocks or tail is None else tail
-    rows = codes[block * layout.rows_of_block :][: own.rows_of_block]
-    levels = jnp.concatenate([level_of(rows, plane, own) for plane in range(own.planes)])[: own.span]
-    w = levels * scale[block]
+    packed = codes[block * layout.bytes_of_block :][: own.bytes_of_block]
+    levels = [level_of(codes_of(packed, plane, own), own) for plane in range(own.planes)]
+    w = jnp.concatenate(levels)[: own.span] * scale[block]
     parts.append(w if offset is None else w + offset[block])
   return jnp.concatenate(parts)
 

@@ -22,8 +22,9 @@ from pallas_kernels.low_bit_matmul.tiling import Tiling
 def _plane(
   plane: int, codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
 ) -> jax.Array:
-  """One plane of a tile of bytes [rows, columns], decoded with its scales [blocks of the tile, columns]."""
-  rows, columns = codes.shape
+  """One plane of a tile of bytes, [rows, columns], decoded with its scales [blocks of the tile, columns]."""
+  levels = layouts.level_of(layouts.codes_of(codes, plane, layout), layout)
+  rows, columns = levels.shape
 
   def spread(each: jax.Array) -> jax.Array:
     if each.shape[0] == 1:
@@ -31,7 +32,7 @@ def _plane(
     tall = jnp.broadcast_to(each[:, None, :], (each.shape[0], rows // each.shape[0], columns))
     return tall.reshape(rows, columns)
 
-  w = layouts.level_of(codes, plane, layout) * spread(scale)
+  w = levels * spread(scale)
   return w if offset is None else w + spread(offset)
 
 
@@ -101,14 +102,15 @@ def _backward_kernel(
 
 def _weight_specs(tiles: Tiling, where: Any, has_offset: bool) -> list[pl.BlockSpec]:
   """Of codes, scales and offsets; `where` maps grid indices to (tile of rows, tile of columns)."""
-  codes = pl.BlockSpec((tiles.rows, tiles.columns), where)
+  codes = pl.BlockSpec((tiles.byte_rows, tiles.columns), where)
   scale = pl.BlockSpec((tiles.scales, tiles.columns), where)
   return [codes, scale] + ([scale] if has_offset else [])
 
 
 def _cost(tokens: int, outputs: int, layout: Layout, itemsize: int) -> pl.CostEstimate:
   k = layout.blocks * layout.span
-  moved = tokens * k * itemsize + layout.rows * outputs + 4 * layout.blocks * outputs + 4 * tokens * outputs
+  weight = (layout.byte_rows + 4 * layout.blocks) * outputs
+  moved = tokens * k * itemsize + weight + 4 * tokens * outputs
   return pl.CostEstimate(flops=2 * tokens * k * outputs, bytes_accessed=moved, transcendentals=0)
 
 
@@ -117,15 +119,15 @@ def _wide(each: jax.Array | None, outputs: int, blocks: int) -> jax.Array | None
   return None if each is None else jnp.broadcast_to(each[:blocks], (blocks, outputs))
 
 
-def check(layout: Layout) -> None:
-  """Refuses what no tile serves.
-
-  Raises:
-    NotImplementedError: saying why.
-  """
-  tiling.choose(tiling.TOKENS, tiling.COLUMNS, layout)
+def obstacle(layout: Layout) -> str | None:
+  """Why no tile serves a layout, None if one does."""
+  try:
+    tiling.choose(tiling.TOKENS, tiling.COLUMNS, layout)
+  except NotImplementedError as error:
+    return str(error)
   if layout.blocks > 1 and layout.rows_of_block % tiling.SUBLANES:
-    raise NotImplementedError(f'blocks of {layout.block} inputs take {layout.rows_of_block} rows of bytes')
+    return f'blocks of {layout.block} inputs take {layout.rows_of_block} rows of bytes, no multiple of 8'
+  return None
 
 
 def _tail(
@@ -133,7 +135,7 @@ def _tail(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
   """Codes, scales and offsets of the shorter last block, which XLA multiplies."""
   left = None if offset is None else offset[layout.blocks :]
-  return codes[layout.rows :], scale[layout.blocks :], left
+  return codes[layout.byte_rows :], scale[layout.blocks :], left
 
 
 def _filled(x: jax.Array) -> jax.Array:
@@ -154,7 +156,7 @@ def matmul(
 
   Args:
     x: bfloat16 or float32.
-    codes: bytes [rows, N], int8 for signed codes of 8 bits, else uint8.
+    codes: bytes [byte rows, N], int8 for signed codes of 8 bits, else uint8.
     scale: float32 [blocks, N or 1].
     offset: the same, or None.
     layout: what the bytes mean.
@@ -185,7 +187,7 @@ def matmul(
     cost_estimate=_cost(tokens, outputs, layout, x.dtype.itemsize),
     interpret=interpret,
     name='low_bit_matmul',
-  )(layouts.split(x, layout), codes[: layout.rows], *(each for each in whole if each is not None))
+  )(layouts.split(x, layout), codes[: layout.byte_rows], *(each for each in whole if each is not None))
   if layout.tail is not None:
     end = x[:, layout.blocks * layout.span :]
     y = y + reference.matmul(end, *_tail(codes, scale, offset, layout), layout.tail)
@@ -225,7 +227,7 @@ def matmul_transposed(
     cost_estimate=_cost(tokens, outputs, layout, g.dtype.itemsize),
     interpret=interpret,
     name='low_bit_matmul_transposed',
-  )(g, codes[: layout.rows], *(each for each in whole if each is not None))
+  )(g, codes[: layout.byte_rows], *(each for each in whole if each is not None))
   dx = layouts.join(parts, layout)
   if layout.tail is not None:
     end = reference.matmul_transposed(g, *_tail(codes, scale, offset, layout), layout.tail)

@@ -7,10 +7,10 @@ import pytest
 
 from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul import reference, tiling, tpu
-from qjax import ops
+from qjax import kernels, ops
 from qjax.ops import Numerics
 from qjax.precision import policy
-from qjax.quant.qtensor import QTensor, dequantize, quantize
+from qjax.quant.qtensor import QTensor, dequantize, per_column, quantize
 
 SCHEMES = (
   'nf4:block=64', 'nf4:block=32,dq', 'fp4:block=128', 'int4:block=32', 'int4:block=64,asym',
@@ -25,7 +25,7 @@ def draw(*shape: int, seed: int = 0, dtype: str = 'float32') -> jax.Array:
 
 
 def raw(q: QTensor) -> tuple:
-  return q.codes, q.scales, q.offset, ops._layout(q)
+  return q.codes, per_column(q.scales, q.scheme, q.shape[-1]), q.offset, kernels.layout_of(q)
 
 
 @pytest.mark.parametrize('shape', SHAPES)

@@ -1,0 +1,347 @@
+"""Every kernel with its formats and shapes: how each is called, compiled for a chip, and what it must move.
+
+Bytes moved are counted from the grid and the blocks of the kernel itself. On a TPU a block that comes again
+at the next step of the grid stays where it is. On a GPU programs that run at the same time, one a core, share
+what they read through the second-level cache, and an array of less than half that cache is read once.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from pallas_kernels.int8_matmul import gpu as int8_gpu
+from pallas_kernels.int8_matmul import tpu as int8_tpu
+from pallas_kernels.low_bit_matmul import tiling as low_bit_tiling
+from pallas_kernels.low_bit_matmul.layout import Layout
+from pallas_kernels.quantize import gpu as quantize_gpu
+from pallas_kernels.quantize import tpu as quantize_tpu
+from qjax import chips
+from qjax.chips import Chip
+from qjax.quant.formats import packed_rows, parse_scheme
+
+# Rows of x, inputs and outputs: decoding, prefill and training of a 7B model, and of a small one.
+SHAPES = (
+  (2048, 4096, 4096), (8, 4096, 4096), (2048, 4096, 11008), (2048, 11008, 4096),
+  (1024, 576, 1536), (1024, 1536, 576), (7, 576, 131),
+)  # fmt: skip
+WEIGHTS = (
+  'nf4:block=64', 'fp4:block=32', 'int4:block=32', 'int4:axis=channel', 'nf3:block=64', 'nf2:block=64',
+  'int8:axis=channel',
+)  # fmt: skip
+QUANTIZED = ('nf4:block=64', 'int4:block=32', 'int8:axis=channel')
+LOW_BIT = ('low_bit_matmul', 'low_bit_matmul_transposed')
+# By kernel: its formats, with the dtype of activations where it is not bfloat16.
+KERNELS = {
+  **dict.fromkeys(LOW_BIT, (*WEIGHTS, 'nf4:block=64 float16')),
+  'int8_matmul': ('nn', 'nt', 'tn'),
+  'quantize_weight': QUANTIZED,
+  'quantize_tokens': ('nearest', 'stochastic'),
+  'stochastic_round': ('bfloat16',),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One kernel in one format at one shape, for one chip.
+
+  Attributes:
+    kernel: a name in `KERNELS`.
+    format: of the weight, or which product or rounding it is.
+    shape: rows of x, inputs, outputs.
+    chip: a name in `chips.CHIPS`.
+  """
+
+  kernel: str
+  format: str
+  shape: tuple[int, int, int]
+  chip: str
+
+  @property
+  def target(self) -> Chip:
+    return chips.find(self.chip)
+
+  @property
+  def scheme(self) -> str:
+    return self.format.partition(' ')[0]
+
+  @property
+  def dtype(self) -> str:
+    """Of activations."""
+    return self.format.partition(' ')[2] or 'bfloat16'
+
+  @property
+  def operands(self) -> str:
+    """The dtype whose rate bounds the products, '' where there are none."""
+    return {'int8_matmul': 'int8'}.get(self.kernel, self.dtype if self.kernel in LOW_BIT else '')
+
+  @property
+  def operations(self) -> int:
+    """Multiplications and additions of the product."""
+    return 2 * math.prod(self.shape) if self.operands else 0
+
+  def layout(self) -> Layout:
+    """What the bytes of a weight of that format mean."""
+    scheme, inputs = parse_scheme(self.scheme), self.shape[1]
+    numbers = scheme.numbers
+    return Layout(inputs, scheme.block_of(inputs), numbers.bits, numbers.levels, numbers.bias)
+
+
+def cases(names: list[str], is_quick: bool) -> list[Case]:
+  """All of them for the chips named; `is_quick` is one shape a kernel."""
+  shapes = SHAPES[:1] if is_quick else SHAPES
+  return [
+    Case(kernel, each, shape, chips.find(name).name)
+    for name in names for kernel, formats in KERNELS.items() for each in formats for shape in shapes
+  ]  # fmt: skip
+
+
+def obstacle(case: Case) -> str | None:
+  """Why the kernel can't serve and what does instead, before anything is compiled; None if it can."""
+  chip = case.target
+  is_tpu, reason = chip.kind == 'tpu', None
+  if case.kernel in LOW_BIT:
+    rows = [row for row in dispatch.TABLE if row.op == dispatch.LOW_BIT and row.platform == chip.kind]
+    reason = '; '.join(filter(None, (row.why_not(case.layout(), case.dtype) for row in rows))) or None
+  elif case.kernel == 'int8_matmul' and is_tpu:
+    reason = int8_tpu.obstacle(f'TPU {chip.name}')
+  elif case.kernel == 'quantize_weight':
+    reason = (quantize_tpu if is_tpu else quantize_gpu).obstacle(case.layout())
+  elif not is_tpu and 'stochastic' in (case.format, case.kernel.partition('_')[0]):
+    reason = 'XLA fuses the drawing of bits with the rounding and moves as few bytes'
+  return reason and f'{reason}; falls back to XLA'
+
+
+Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
+
+
+def program(case: Case) -> Program:
+  """The call of a kernel, and the shapes and dtypes of its arguments."""
+  m, k, n = case.shape
+  is_tpu = case.target.kind == 'tpu'
+  array = jax.ShapeDtypeStruct
+  if case.kernel in LOW_BIT:
+    layout = case.layout()
+    (row,) = (r for r in dispatch.TABLE if r.op == dispatch.LOW_BIT and r.platform == case.target.kind)
+    product = row.products[case.kernel.removeprefix('low_bit_')]
+    tail = packed_rows(layout.tail.inputs, layout.bits) if layout.tail else 0
+    codes = array((layout.byte_rows + tail, n), jnp.int8 if case.scheme.startswith('int8') else jnp.uint8)
+    scale = array((layout.blocks + (layout.tail is not None), n), jnp.float32)
+    x = array((m, n if 'transposed' in case.kernel else k), jnp.dtype(case.dtype))
+    return lambda x, codes, scale: product(x, codes, scale, None, layout), [x, codes, scale]
+  if case.kernel == 'int8_matmul':
+    a, b, rows, columns = {
+      'nn': ((m, k), (k, n), m, n), 'nt': ((m, n), (k, n), m, k), 'tn': ((m, k), (m, n), k, n)
+    }[case.format]  # fmt: skip
+    matmul = (int8_tpu if is_tpu else int8_gpu).matmul
+    scales = [array((rows, 1), jnp.float32), array((1, columns), jnp.float32)]
+    # Both scales serve the product; a gradient has one, along the axis that its codes' scale lies on.
+    held = {'nn': scales, 'nt': scales[:1], 'tn': scales[1:]}[case.format]
+
+    def call(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
+      row, column = {'nn': scales, 'nt': (*scales, None), 'tn': (None, *scales)}[case.format]
+      return matmul(a, b, row, column, form=case.format)
+
+    return call, [array(a, jnp.int8), array(b, jnp.int8), *held]
+  quantizers: Any = quantize_tpu if is_tpu else quantize_gpu
+  if case.kernel == 'quantize_weight':
+    return functools.partial(quantizers.weight, layout=case.layout()), [array((k, n), jnp.float32)]
+  seed = array((), jnp.int32)
+  if case.kernel == 'quantize_tokens':
+    x = array((m, k), jnp.bfloat16)
+    return quantizers.tokens, [x] if case.format == 'nearest' else [x, seed]
+  return quantize_tpu.stochastic_round, [array((k, n), jnp.float32), seed]
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+  """What a program of a kernel's grid reads or writes of one array.
+
+  Attributes:
+    size: of the array.
+    block: of what one program holds of it.
+    places: int [programs, axes], which block that is, in the order in which programs start.
+    itemsize: bytes of an element.
+    copies: blocks that a TPU holds at once.
+  """
+
+  size: tuple[int, ...]
+  block: tuple[int, ...]
+  places: np.ndarray
+  itemsize: int
+  copies: int = 2
+
+  @property
+  def nbytes(self) -> int:
+    """Of the array."""
+    return math.prod(self.size) * self.itemsize
+
+  @property
+  def moved(self) -> np.ndarray:
+    """Bytes of each program's block; one at an edge ends there."""
+    size, block = np.asarray(self.size), np.asarray(self.block)
+    return np.prod(np.minimum(block, size - self.places * block), axis=1, dtype=np.int64) * self.itemsize
+
+
+def _calls(jaxpr: Any) -> Iterator[Any]:
+  """Every Pallas call in a program."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == 'pallas_call':
+      yield equation
+      continue
+    for value in equation.params.values():
+      inner = getattr(value, 'jaxpr', value)
+      if hasattr(inner, 'eqns'):
+        yield from _calls(inner)
+
+
+def _programs(grid: tuple[int, ...], is_tpu: bool) -> np.ndarray:
+  """Places in the grid in running order: the last axis moves first on a TPU, the first on a GPU."""
+  order = grid if is_tpu else grid[::-1]
+  places = np.indices(order).reshape(len(order), -1).T
+  return places if is_tpu else places[:, ::-1]
+
+
+def _from_blocks(equation: Any, is_tpu: bool) -> list[Panel]:
+  """Panels as the block specs of a Pallas call have them."""
+  mapping = equation.params['grid_mapping']
+  programs = _programs(mapping.grid, is_tpu)
+  panels = []
+  for each in mapping.block_mappings:
+    array = each.array_aval
+    block = tuple(getattr(size, 'block_size', 1) for size in each.block_shape)
+    places = np.asarray(_places(each.index_map_jaxpr, programs))
+    copies = getattr(each.pipeline_mode, 'buffer_count', 2)
+    panels.append(Panel(array.shape, block, places, array.dtype.itemsize, copies))
+  return panels
+
+
+def _places(closed: Any, programs: np.ndarray) -> Any:
+  """The blocks that an index map names for every place in the grid."""
+  index = jax.extend.core.jaxpr_as_fun(closed)
+  mapped = jax.vmap(lambda place: jnp.stack([jnp.int32(i) for i in index(*place)]))
+  return mapped(jnp.asarray(programs, jnp.int32))
+
+
+def _from_tiles(case: Case, equation: Any) -> list[Panel]:
+  """Panels of the GPU's kernels for weights in few bits, which address memory themselves, by their tiling."""
+  mapping, layout = equation.params['grid_mapping'], case.layout()
+  is_transposed = case.kernel != LOW_BIT[0]
+  x, *weight, y = (each.array_aval for each in mapping.block_mappings)
+  tiles = low_bit_tiling.choose_gpu(
+    case.shape[0], case.shape[2], layout, x.dtype.itemsize, transposed=is_transposed
+  )
+  tokens, others, splits = _programs(mapping.grid, False).T
+  along, across = (others, splits) if is_transposed else (splits, others)
+  parts = mapping.grid[1:] if is_transposed else mapping.grid[:0:-1]
+
+  def panel(array: Any, block: tuple[int, ...], *places: np.ndarray) -> Panel:
+    inside = [np.minimum(at, (n - 1) // b) for at, n, b in zip(places, array.shape, block, strict=True)]
+    return Panel(array.shape, block, np.stack(inside, 1), array.dtype.itemsize)
+
+  def share(size: int, parts: int) -> int:
+    return -(-size // parts)
+
+  panels = [panel(x, (tiles.tokens, share(x.shape[1], mapping.grid[2])), tokens, splits)]
+  for array in weight:
+    if len(array.shape) == 1:
+      panels.append(panel(array, array.shape, 0 * tokens))
+    else:
+      block = share(array.shape[0], parts[0]), share(array.shape[1], parts[1])
+      panels.append(panel(array, block, along * array.shape[0] // (block[0] * parts[0]), across))
+  return [*panels, panel(y, (1, tiles.tokens, share(y.shape[2], mapping.grid[1])), splits, tokens, others)]
+
+
+def moved(panel: Panel, chip: Chip) -> int:
+  """Bytes between a chip's memory and its cores for one array, as said at the top."""
+  if chip.kind == 'tpu':
+    is_new = np.any(np.diff(panel.places, axis=0), axis=1)
+    return int(panel.moved[0] + panel.moved[1:][is_new].sum())
+  # A kernel that addresses an array itself, and is not in `_from_tiles`, reads each part in one program.
+  if panel.block == panel.size or panel.nbytes <= chip.l2_bytes / 2:
+    return panel.nbytes
+  wave = np.arange(len(panel.places)) // chip.cores
+  _, first = np.unique(np.column_stack([wave, panel.places]), axis=0, return_index=True)
+  return int(panel.moved[first].sum())
+
+
+def traffic(case: Case) -> dict[str, Any]:
+  """Bytes that the kernel moves, the least that any could, and of a TPU's vector memory what its tiles hold.
+
+  What XLA does before and after the kernel, such as splitting x into planes, is not counted.
+  """
+  call, arguments = program(case)
+  chip, found = case.target, dict.fromkeys(('bytes_moved', 'bytes_least', 'vmem_bytes'), 0)
+  for equation in _calls(jax.make_jaxpr(call)(*arguments).jaxpr):
+    is_tpu = chip.kind == 'tpu'
+    is_ours = case.kernel in LOW_BIT and not is_tpu
+    panels = _from_tiles(case, equation) if is_ours else _from_blocks(equation, is_tpu)
+    for panel in panels:
+      found['bytes_moved'] += moved(panel, chip)
+      found['bytes_least'] += panel.nbytes
+      found['vmem_bytes'] += panel.copies * math.prod(panel.block) * panel.itemsize if is_tpu else 0
+    for scratch in equation.params['grid_mapping'].scratch_avals if is_tpu else ():
+      found['vmem_bytes'] += math.prod(scratch.shape) * scratch.dtype.itemsize
+  return {**found, 'bytes_over_least': found['bytes_moved'] / found['bytes_least']}
+
+
+def roofline_us(case: Case, nbytes: int) -> float:
+  """The least microseconds by the chip's data sheet: of the bytes, or of the products, whichever is more."""
+  chip = case.target
+  seconds = nbytes / chip.bandwidth
+  if case.operands:
+    seconds = max(seconds, case.operations / chip.flops[case.operands])
+  return 1e6 * seconds
+
+
+def compile_all(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """In a process of its own: compiles cases, given as their fields, for one chip."""
+  return [_compiled(Case(**{**row, 'shape': tuple(row['shape'])})) for row in rows]
+
+
+def _compiled(case: Case) -> dict[str, Any]:
+  """Whether a case compiles or why not, its traffic, bound, registers and spills."""
+  found: dict[str, Any] = {'compiled': False, 'reason': ''}
+  place = jax.sharding.SingleDeviceSharding(chips.devices(case.target)[0])
+  try:
+    found |= traffic(case)
+    found['roofline_us'] = roofline_us(case, found['bytes_least'])
+    call, arguments = program(case)
+    placed = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place) for each in arguments]
+    lowered = jax.jit(call).lower(*placed)
+    with tempfile.TemporaryDirectory() as folder:
+      is_gpu = case.target.kind == 'gpu'
+      lowered.compile(compiler_options={'xla_dump_to': folder} if is_gpu else None)
+      found |= _registers(Path(folder)) if is_gpu else {}
+  except Exception as error:
+    found['reason'] = f'{type(error).__name__}: {" ".join(str(error).split())}'[:400]
+    return found
+  return found | {'compiled': True}
+
+
+def _registers(folder: Path) -> dict[str, int]:
+  """Registers of a thread and bytes spilled, as ptxas says of Triton's kernel; nothing without ptxas."""
+  ptxas, found = shutil.which('ptxas'), {}
+  for ptx in folder.glob('*.ptx') if ptxas else ():
+    text = ptx.read_text(encoding='utf-8')
+    target = re.search(r'^\.target (\w+)', text, re.MULTILINE)
+    if target is None or 'global_smem' not in text:
+      continue
+    command = [str(ptxas), '-v', f'-arch={target[1]}', str(ptx), '-o', str(folder / 'kernel.cubin')]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    used, spilled = re.search(r'Used (\d+) registers', said), re.search(r'(\d+) bytes spill stores', said)
+    if used and spilled:
+      found = {'registers': int(used[1]), 'spilled_bytes': int(spilled[1])}
+  return found

@@ -1,0 +1,138 @@
+"""A product of int8 codes with scales on NVIDIA GPUs: Pallas lowered to Triton, for capability 8.0 and later.
+
+A program of the grid owns a tile of the result and a share of the sum, which is in int32, exactly. What lies
+beyond an edge is masked, so any shape serves. Shares of one sum are added up and scaled afterwards, by XLA.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.int8_matmul import reference, tiling
+from pallas_kernels.int8_matmul.reference import FORMS
+from pallas_kernels.int8_matmul.tiling import GpuTiling
+
+
+def _within(start: Any, length: int, size: int, tile: int) -> Any:
+  """Which of `length` places from `start` lie before the end of an axis; None where all do."""
+  return None if size % tile == 0 else start + jnp.arange(length, dtype=jnp.int32) < size
+
+
+def _mask(down: Any, across: Any, shape: tuple[int, int]) -> Any:
+  """Both conditions, over a tile; None for no condition."""
+  parts = [jnp.broadcast_to(mask, shape) for mask in (
+    None if down is None else down[:, None], None if across is None else across[None, :]
+  ) if mask is not None]  # fmt: skip
+  return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+def _load(ref: Any, index: tuple[Any, Any], mask: Any) -> jax.Array:
+  if mask is None:
+    return plt.load(ref.at[index])
+  return plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _kernel(
+  a_ref: Any, b_ref: Any, *rest: Any, form: str, tiles: GpuTiling, size: tuple[int, int, int],
+  has_row: bool, has_column: bool,
+) -> None:  # fmt: skip
+  *scale_refs, y_ref = rest
+  rows, columns, depth = size
+  first, second = FORMS[form]
+  is_row = _within(pl.program_id(0) * tiles.rows, tiles.rows, rows, tiles.rows)
+  is_column = _within(pl.program_id(1) * tiles.columns, tiles.columns, columns, tiles.columns)
+  share = tiles.steps(depth) * tiles.depth
+  step = tiles.depth
+  start = pl.program_id(2) * share
+
+  def add(index: Any, sums: jax.Array) -> jax.Array:
+    terms = pl.ds(index * step, step)
+    is_term = _within(start + index * step, step, depth, share)
+    if first == 1:
+      a = _load(a_ref, (slice(None), terms), _mask(is_row, is_term, (tiles.rows, step)))
+    else:
+      a = _load(a_ref, (terms, slice(None)), _mask(is_term, is_row, (step, tiles.rows)))
+    if second == 0:
+      b = _load(b_ref, (terms, slice(None)), _mask(is_term, is_column, (step, tiles.columns)))
+    else:
+      b = _load(b_ref, (slice(None), terms), _mask(is_column, is_term, (tiles.columns, step)))
+    contraction = (((first,), (second,)), ((), ()))
+    return sums + jax.lax.dot_general(a, b, contraction, preferred_element_type=jnp.int32)
+
+  sums = jax.lax.fori_loop(
+    0, tiles.steps(depth), add, jnp.zeros((tiles.rows, tiles.columns), jnp.int32)
+  )
+  scales = list(scale_refs)
+  row = column = None
+  if has_row:
+    ref = scales.pop(0)
+    is_short = ref.shape[0] > 1 and is_row is not None
+    row = _load(ref, (slice(None), slice(None)), is_row[:, None] if is_short else None)
+  if has_column:
+    ref = scales.pop(0)
+    is_short = ref.shape[1] > 1 and is_column is not None
+    column = _load(ref, (slice(None), slice(None)), is_column[None, :] if is_short else None)
+  mask = _mask(is_row, is_column, (tiles.rows, tiles.columns))
+  plt.store(y_ref.at[:, :], reference.scaled(sums, row, column, y_ref.dtype), mask=mask)
+
+
+@functools.partial(jax.jit, static_argnames=('form', 'dtype', 'interpret'))
+def matmul(
+  a: jax.Array,
+  b: jax.Array,
+  row_scale: jax.Array | None = None,
+  column_scale: jax.Array | None = None,
+  form: str = 'nn',
+  dtype: jnp.dtype = jnp.dtype('float32'),
+  interpret: bool = False,
+) -> jax.Array:
+  """As `reference.matmul`, bit for bit; arguments and errors are those of `tpu.matmul`."""
+  rows, columns, depth = size = reference.sizes(a.shape, b.shape, form)
+  first, second = FORMS[form]
+  tiles = tiling.choose_gpu(rows, columns, depth)
+  share = tiles.steps(depth) * tiles.depth
+  is_whole = tiles.splits == 1
+  a_spec = (
+    pl.BlockSpec((tiles.rows, share), lambda i, j, s: (i, s)) if first == 1
+    else pl.BlockSpec((share, tiles.rows), lambda i, j, s: (s, i))
+  )  # fmt: skip
+  b_spec = (
+    pl.BlockSpec((share, tiles.columns), lambda i, j, s: (s, j)) if second == 0
+    else pl.BlockSpec((tiles.columns, share), lambda i, j, s: (j, s))
+  )  # fmt: skip
+  operands, specs = [a, b], [a_spec, b_spec]
+  if is_whole and row_scale is not None:
+    is_one = row_scale.shape[0] == 1
+    operands.append(row_scale)
+    specs.append(pl.BlockSpec((1 if is_one else tiles.rows, 1), lambda i, j, s: (0 if is_one else i, 0)))
+  if is_whole and column_scale is not None:
+    is_single = column_scale.shape[1] == 1
+    operands.append(column_scale)
+    specs.append(
+      pl.BlockSpec((1, 1 if is_single else tiles.columns), lambda i, j, s: (0, 0 if is_single else j))
+    )
+  y = pl.pallas_call(
+    functools.partial(
+      _kernel, form=form, tiles=tiles, size=size,
+      has_row=is_whole and row_scale is not None, has_column=is_whole and column_scale is not None,
+    ),
+    grid=(pl.cdiv(rows, tiles.rows), pl.cdiv(columns, tiles.columns), tiles.splits),
+    in_specs=specs,
+    out_specs=pl.BlockSpec((None, tiles.rows, tiles.columns), lambda i, j, s: (s, i, j)),
+    out_shape=jax.ShapeDtypeStruct((tiles.splits, rows, columns), dtype if is_whole else jnp.int32),
+    compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+    cost_estimate=pl.CostEstimate(
+      flops=2 * rows * columns * depth,
+      bytes_accessed=a.size + b.size + rows * columns * jnp.dtype(dtype).itemsize,
+      transcendentals=0,
+    ),
+    interpret=interpret,
+    name='int8_matmul',
+  )(*operands)  # fmt: skip
+  if is_whole:
+    return y[0]
+  return reference.scaled(jnp.sum(y, axis=0), row_scale, column_scale, jnp.dtype(dtype))

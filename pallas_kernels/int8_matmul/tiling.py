@@ -1,0 +1,127 @@
+"""How a product of integers is cut into tiles: on a TPU by the bytes that each cut moves."""
+
+import dataclasses
+import functools
+import itertools
+
+# A register of a TPU holds 32 sublanes of 128 lanes of int8.
+SUBLANES, LANES = 32, 128
+# Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
+VMEM_BYTES = 40 * 2**20
+# What a step of the grid costs beside its work, in bytes that could be moved meanwhile: about a third of a
+# microsecond.
+STEP_BYTES = 2**18
+# Rows, columns and terms that one product of registers is made of; larger tiles are walked through in a loop.
+STEP_ROWS, STEP_DEPTH = 256, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """Sizes of a tile, and in which order they are walked.
+
+  Attributes:
+    rows: of the result.
+    columns: of the result.
+    depth: terms of the sum, which divide it evenly.
+    columns_first: whether tiles of one column follow each other, so that an operand b that is not cut in
+      depth stays where it is, rather than those of one row.
+  """
+
+  rows: int
+  columns: int
+  depth: int
+  columns_first: bool = False
+
+  def moved(self, rows: int, columns: int, depth: int, itemsize: int) -> int:
+    """Bytes between a TPU's memories for a result of that size: tiles that come again in a row stay there."""
+    across, down = -(-columns // self.columns), -(-rows // self.rows)
+    is_cut = self.depth < depth
+    reads_a = across if is_cut or self.columns_first else 1
+    reads_b = down if is_cut or not self.columns_first else 1
+    a = rows * depth * (1 if across == 1 else reads_a)
+    b = depth * columns * (1 if down == 1 else reads_b)
+    return a + b + rows * columns * itemsize
+
+  def copies(self, rows: int, columns: int, depth: int) -> tuple[int, int]:
+    """Tiles of a and of b that are held: one that never changes, else two, one being fetched."""
+    is_cut = self.depth < depth
+    return 1 + (is_cut or self.rows < rows), 1 + (is_cut or self.columns < columns)
+
+  def held(self, rows: int, columns: int, depth: int, itemsize: int) -> int:
+    """Bytes of vector memory."""
+    copies_a, copies_b = self.copies(rows, columns, depth)
+    operands = (copies_a * self.rows + copies_b * self.columns) * self.depth
+    return operands + self.rows * self.columns * (2 * itemsize + 4)
+
+
+def filled_depth(depth: int) -> int:
+  """Terms of a sum once it is filled up with zeros where it can't be cut evenly and is long."""
+  return depth if depth <= STEP_DEPTH or depth % LANES == 0 else -(-depth // 1024) * 1024
+
+
+def _cuts(size: int, most: int) -> list[int]:
+  """The whole axis, and multiples of what registers hold that halve down from `most`."""
+  steps = [cut for cut in (2048, 1024, 512, 256, 128) if cut <= most and cut < size]
+  return ([size] if size <= most else []) + steps
+
+
+@functools.cache
+def choose(rows: int, columns: int, depth: int, itemsize: int) -> Tiling:
+  """The tiles for a TPU that cost least: bytes moved, the first tiles, which nothing hides, and steps.
+
+  Along each axis a tile is a multiple of what registers hold, or the whole axis.
+  """
+  depths = [depth] if depth <= 4 * STEP_DEPTH else []
+  depths += [cut for cut in range(LANES, STEP_DEPTH + 1, LANES) if depth % cut == 0 and cut < depth]
+
+  def cost(tiles: Tiling) -> int:
+    steps = -(-rows // tiles.rows) * -(-columns // tiles.columns) * (depth // tiles.depth)
+    first = (tiles.rows + tiles.columns) * tiles.depth + tiles.rows * tiles.columns * itemsize
+    return tiles.moved(rows, columns, depth, itemsize) + first + STEP_BYTES * steps
+
+  cuts = itertools.product(_cuts(rows, 2048), _cuts(columns, 2048), depths, (False, True))
+  tiles = (Tiling(*cut) for cut in cuts)
+  return min((t for t in tiles if t.held(rows, columns, depth, itemsize) <= VMEM_BYTES), key=cost)
+
+
+# Programs that keep every core of a large GPU busy.
+PROGRAMS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTiling:
+  """Sizes of a tile, powers of two, and how a program runs.
+
+  Attributes:
+    rows: of the result.
+    columns: of the result.
+    depth: terms of the sum that are multiplied at once.
+    splits: shares of the sum, each the work of another program.
+    warps: of 32 threads, a program.
+    stages: steps of the loop that are in flight.
+  """
+
+  rows: int
+  columns: int
+  depth: int
+  splits: int
+  warps: int
+  stages: int = 3
+
+  def steps(self, depth: int) -> int:
+    """Steps of the loop of one share."""
+    return -(-depth // (self.splits * self.depth))
+
+
+def choose_gpu(rows: int, columns: int, depth: int) -> GpuTiling:
+  """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, so that many programs read the weight."""
+
+  def power(size: int, least: int, most: int) -> int:
+    return max(least, min(most, 1 << (size - 1).bit_length()))
+
+  tall = power(rows, 16, 128)
+  wide = power(columns, 16, 128 if tall > 32 else 64)
+  deep = power(depth, 32, 64 if tall > 32 else 128)
+  programs = -(-rows // tall) * -(-columns // wide)
+  splits = max(1, min(PROGRAMS // programs, -(-depth // deep) // 4))
+  return GpuTiling(tall, wide, deep, splits, 8 if tall * wide > 64 * 64 else 4)

@@ -1,0 +1,265 @@
+"""The products of `tpu`, for NVIDIA GPUs: Pallas lowered to Triton, for compute capability 8.0 and later.
+
+A program of the grid owns a tile of the result and walks along the summed axis. What it reads it addresses
+itself, element by element and masked, so any shape serves, and x is read where it lies. A tile of weights
+never leaves its block, or the shorter last one: its scales are one row, and its inputs are one run a plane.
+
+A table of levels is read through the first-level cache, code by code. Selecting a level by comparisons, as on
+a TPU, takes four times as many instructions and, for 16 levels, more registers than there are.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.low_bit_matmul import layout as layouts
+from pallas_kernels.low_bit_matmul import tiling
+from pallas_kernels.low_bit_matmul.layout import Layout
+from pallas_kernels.low_bit_matmul.tiling import GpuTiling
+
+
+class _Weight:
+  """The arrays of a weight in memory, and how a tile of it is read.
+
+  Attributes:
+    layout: what the bytes mean.
+    tiles: their sizes.
+    outputs: N.
+  """
+
+  def __init__(self, refs: Any, layout: Layout, tiles: GpuTiling, outputs: int) -> None:
+    self.layout, self.tiles, self.outputs = layout, tiles, outputs
+    self._codes, self._scale, *rest = refs
+    self._levels = rest.pop(0) if layout.levels is not None else None
+    self._offset = rest.pop(0) if rest else None
+
+  def of_block(self, block: Any, whole: int, last: int) -> Any:
+    """A number that differs for the shorter last block."""
+    if self.layout.tail is None:
+      return whole
+    # Not `where`, which Triton's lowering gives the type of the condition if both numbers are literals.
+    return last + (whole - last) * (block < self.layout.blocks).astype(jnp.int32)
+
+  def place(self, tile: Any) -> tuple[Any, Any]:
+    """The block of a tile, and the rows [rows of a tile] of a plane of that block which the tile holds."""
+    each = self.tiles.tiles_of_block(self.layout)
+    block = jax.lax.div(tile, each)
+    return block, jax.lax.rem(tile, each) * self.tiles.rows + jnp.arange(self.tiles.rows, dtype=jnp.int32)
+
+  def inputs(self, plane: int, block: Any, row: Any) -> tuple[Any, Any]:
+    """The inputs k [rows] of one plane of a tile, and which of them exist (None: all)."""
+    layout, tail = self.layout, self.layout.tail
+    m = self.of_block(block, layout.rows_of_block, tail.rows_of_block if tail else 0)
+    span = self.of_block(block, layout.span, tail.span if tail else 0)
+    within = plane * m + row
+    k = block * layout.span + within
+    is_exact = tail is None and self.tiles.is_exact(layout)
+    return k, None if is_exact else (row < m) & (within < span)
+
+  def decode(self, block: Any, row: Any, n: Any, dtype: Any) -> list[jax.Array]:
+    """The planes of a tile, each [rows, columns] in `dtype`; what lies beyond the weight is finite."""
+    layout, tail = self.layout, self.layout.tail
+    m = self.of_block(block, layout.rows_of_block, tail.rows_of_block if tail else 0)
+    start = block * layout.bytes_of_block
+    fits = None if self.outputs % self.tiles.columns == 0 else n < self.outputs
+    mask = _both(_column(None if tail is None and self.tiles.is_exact(layout) else row < m), _row(fits))
+    low = self._bytes(start + row, n, mask)
+    scale, offset = self._per_block(self._scale, block, n, fits), None
+    if self._offset is not None:
+      offset = self._per_block(self._offset, block, n, fits)
+    planes = []
+    for plane in range(layout.planes):
+      code = low if layout.bits == 8 else (low >> (plane * layout.low_bits)) & (2**layout.low_bits - 1)
+      if layout.bits == 3:
+        h = self.of_block(block, layout.high_rows_of_block, tail.high_rows_of_block if tail else 0)
+        within = plane * m + row
+        high = self._bytes(start + m + jax.lax.rem(within, jnp.full_like(within, h)), n, mask)
+        bit = jax.lax.div(within, jnp.full_like(within, h))
+        code = code | (((high >> bit[:, None]) & 1) << 2)
+      w = self._level(code) * scale
+      planes.append((w if offset is None else w + offset).astype(dtype))
+    return planes
+
+  def _bytes(self, row: Any, n: Any, mask: Any) -> jax.Array:
+    return _load(self._codes, (row[:, None], n[None, :]), mask).astype(jnp.int32)
+
+  def _per_block(self, ref: Any, block: Any, n: Any, fits: Any) -> jax.Array:
+    """The row of scales or offsets of a block, [1, columns]; one for all outputs is not repeated."""
+    if ref.shape[1] == 1:
+      return ref[block, 0]
+    return _load(ref, (block, n), fits)[None, :]
+
+  def _level(self, code: jax.Array) -> jax.Array:
+    if self._levels is not None:
+      return self._levels[code]
+    return (code - self.layout.bias).astype(jnp.float32)
+
+
+def _row(mask: Any) -> Any:
+  return None if mask is None else mask[None, :]
+
+
+def _column(mask: Any) -> Any:
+  return None if mask is None else mask[:, None]
+
+
+def _both(a: Any, b: Any) -> Any:
+  return a if b is None else b if a is None else a & b
+
+
+def _load(ref: Any, index: Any, mask: Any) -> jax.Array:
+  """ref[index], zero where it is masked."""
+  return ref[index] if mask is None else plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+  precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+  return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _token_rows(tokens: int, tiles: GpuTiling) -> tuple[Any, Any]:
+  """Rows of x or g that a program reads, and which of them exist (None: all)."""
+  rows = pl.program_id(0) * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
+  return rows, None if tokens % tiles.tokens == 0 else rows < tokens
+
+
+def _share(count: int, splits: int) -> tuple[Any, Any]:
+  """First step and end of the share of `count` steps along the summed axis that a program takes."""
+  if splits == 1:
+    return 0, count
+  each = pl.cdiv(count, splits)
+  start = pl.program_id(2) * each
+  return start, jnp.minimum(start + each, count)
+
+
+def _forward_kernel(x_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) -> None:
+  *weight_refs, y_ref = refs
+  tokens, outputs = y_ref.shape[1:]
+  weight = _Weight(weight_refs, layout, tiles, outputs)
+  rows, is_token = _token_rows(tokens, tiles)
+  n = pl.program_id(1) * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+
+  def add(tile: Any, total: jax.Array) -> jax.Array:
+    block, row = weight.place(tile)
+    for plane, w in enumerate(weight.decode(block, row, n, x_ref.dtype)):
+      k, exists = weight.inputs(plane, block, row)
+      x = _load(x_ref, (rows[:, None], k[None, :]), _both(_column(is_token), _row(exists)))
+      total += _dot(x, w)
+    return total
+
+  start, end = _share(tiles.row_tiles(layout), tiles.splits)
+  total = jax.lax.fori_loop(start, end, add, jnp.zeros((tiles.tokens, tiles.columns), jnp.float32))
+  fits = None if outputs % tiles.columns == 0 else n < outputs
+  _store(y_ref, (rows[:, None], n[None, :]), total, _both(_column(is_token), _row(fits)))
+
+
+def _backward_kernel(g_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) -> None:
+  *weight_refs, dx_ref = refs
+  tokens, outputs = g_ref.shape
+  weight = _Weight(weight_refs, layout, tiles, outputs)
+  rows, is_token = _token_rows(tokens, tiles)
+  block, row = weight.place(pl.program_id(1))
+
+  def add(step: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    n = step * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+    fits = None if outputs % tiles.columns == 0 else n < outputs
+    g = _load(g_ref, (rows[:, None], n[None, :]), _both(_column(is_token), _row(fits)))
+    planes = weight.decode(block, row, n, g.dtype)
+    return tuple(total + _dot(g, w.T) for total, w in zip(totals, planes, strict=True))
+
+  start, end = _share(pl.cdiv(outputs, tiles.columns), tiles.splits)
+  zero = jnp.zeros((tiles.tokens, tiles.rows), jnp.float32)
+  totals = jax.lax.fori_loop(start, end, add, (zero,) * layout.planes)
+  for plane, total in enumerate(totals):
+    k, exists = weight.inputs(plane, block, row)
+    # Beyond the end where there is no such input, so that no other's result is written twice.
+    k = k if exists is None else jnp.where(exists, k, layout.inputs)
+    _store(dx_ref, (rows[:, None], k[None, :]), total, _both(_column(is_token), _row(exists)))
+
+
+def _store(ref: Any, index: tuple[Any, Any], value: jax.Array, mask: Any) -> None:
+  """Writes the share of a program, [splits, M, …]; `combine` adds up the shares."""
+  split = pl.program_id(2) if ref.shape[0] > 1 else 0
+  plt.store(ref.at[(split, *index)], value, mask=mask)
+
+
+def obstacle(layout: Layout) -> str | None:
+  """Why no tile serves a layout; None, for masks serve all."""
+  del layout
+  return None
+
+
+def _call(
+  kernel: Any, x: jax.Array, weight: list[jax.Array], width: int, grid: tuple[int, int], layout: Layout,
+  tiles: GpuTiling, interpret: bool, name: str,
+) -> jax.Array:  # fmt: skip
+  """The sum over splits of what the programs write, float32 [M, width]."""
+  tokens, outputs = x.shape[0], weight[0].shape[1]
+  moved = sum(each.size * each.dtype.itemsize for each in (x, *weight)) + 4 * tokens * width
+  shares = pl.pallas_call(
+    functools.partial(kernel, layout=layout, tiles=tiles),
+    grid=(pl.cdiv(tokens, tiles.tokens), *grid),
+    out_shape=jax.ShapeDtypeStruct((tiles.splits, tokens, width), jnp.float32),
+    compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+    cost_estimate=pl.CostEstimate(
+      flops=2 * tokens * layout.inputs * outputs, bytes_accessed=moved, transcendentals=0
+    ),
+    interpret=interpret,
+    name=name,
+  )(x, *weight)
+  return jnp.sum(shares, axis=0)
+
+
+def _arrays(
+  codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
+) -> list[jax.Array]:
+  """What a kernel reads of a weight, in the order of `_Weight`."""
+  table = [] if layout.levels is None else [jnp.asarray(layouts.table_of(layout), jnp.float32)]
+  return [codes, scale, *table, *([] if offset is None else [offset])]
+
+
+@functools.partial(jax.jit, static_argnames=('layout', 'interpret'))
+def matmul(
+  x: jax.Array,
+  codes: jax.Array,
+  scale: jax.Array,
+  offset: jax.Array | None,
+  layout: Layout,
+  interpret: bool = False,
+) -> jax.Array:
+  """x [M, K] · W [K, N] as float32 [M, N], as `reference.matmul` defines it.
+
+  Args:
+    x: bfloat16, float16 or float32.
+    codes: bytes [byte rows, N], int8 for signed codes of 8 bits, else uint8.
+    scale: float32 [blocks, N or 1].
+    offset: the same, or None.
+    layout: what the bytes mean.
+    interpret: run on a CPU.
+  """
+  outputs = codes.shape[1]
+  tiles = tiling.choose_gpu(x.shape[0], outputs, layout, x.dtype.itemsize, transposed=False)
+  grid = (pl.cdiv(outputs, tiles.columns), tiles.splits)
+  weight = _arrays(codes, scale, offset, layout)
+  return _call(_forward_kernel, x, weight, outputs, grid, layout, tiles, interpret, 'low_bit_matmul')
+
+
+@functools.partial(jax.jit, static_argnames=('layout', 'interpret'))
+def matmul_transposed(
+  g: jax.Array,
+  codes: jax.Array,
+  scale: jax.Array,
+  offset: jax.Array | None,
+  layout: Layout,
+  interpret: bool = False,
+) -> jax.Array:
+  """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
+  tiles = tiling.choose_gpu(g.shape[0], codes.shape[1], layout, g.dtype.itemsize, transposed=True)
+  grid = (tiles.row_tiles(layout), tiles.splits)
+  weight = _arrays(codes, scale, offset, layout)
+  name = 'low_bit_matmul_transposed'
+  return _call(_backward_kernel, g, weight, layout.inputs, grid, layout, tiles, interpret, name)

@@ -1,0 +1,110 @@
+"""Products with a weight in few bits by a kernel, on one device or each device of a mesh.
+
+`pallas_kernels.dispatch` says which kernel; here a `QTensor` becomes the raw arrays that it takes. XLA cannot
+split a kernel, so over several devices each runs it on its own part (`jax.shard_map`): rows of x by the batch
+axes of the mesh, the weight by the axes that split inside a layer, as `sharding.RULES` has them. What rests
+split over the batch axes is gathered first, as bytes.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from pallas_kernels import dispatch
+from pallas_kernels.low_bit_matmul.layout import Layout
+from qjax import sharding
+from qjax.quant.qtensor import QTensor, per_column
+
+
+def layout_of(w: QTensor) -> Layout:
+  """What the bytes of w mean, as kernels take it."""
+  scheme, numbers = w.scheme, w.scheme.numbers
+  bias = 0 if scheme.asymmetric else numbers.bias
+  return Layout(w.inputs, scheme.block_of(w.inputs), numbers.bits, numbers.levels, bias)
+
+
+def choose(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | None:
+  """The kernel that multiplies w [K, N] in the dtype `compute`, None where XLA does.
+
+  A weight in 16-bit floats is never decoded, and XLA's product is the one for it.
+
+  Raises:
+    NotImplementedError: one was asked for by name and can't; with the reason, and what can.
+  """
+  if w.scheme.numbers.is_float:
+    return None
+  obstacle = None
+  if w.scheme.numbers.dtype is not None:
+    obstacle = f'codes of {w.scheme} are patterns of floats, neither integers nor places in a table'
+  elif len(set(jax.sharding.get_abstract_mesh().axis_types)) > 1:
+    obstacle = 'the axes of the mesh are of several types'
+  return dispatch.choose(dispatch.LOW_BIT, kernels, layout_of(w), compute, obstacle)
+
+
+def multiply(
+  x: jax.Array, w: QTensor, kernels: str, path: str | None, transposed: bool = False
+) -> jax.Array | None:
+  """x [..., K] · w [K, N], or x [..., N] · wᵀ, as float32; None where XLA is to multiply.
+
+  Args:
+    x: in the compute dtype.
+    w: the weight.
+    kernels: 'auto' or a name in `dispatch.KERNELS`.
+    path: of the weight, which says how it is split over a mesh; None is not at all.
+    transposed: whether w is.
+
+  Raises:
+    NotImplementedError: as `choose`.
+  """
+  if (choice := choose(w, x.dtype, kernels)) is None:
+    return None
+  kernel = choice.product('matmul_transposed' if transposed else 'matmul')
+  layout = layout_of(w)
+
+  def product(layout: Layout, x: jax.Array, *weight: jax.Array | None) -> jax.Array:
+    y = kernel(x.reshape(-1, x.shape[-1]), *weight, layout, interpret=choice.interpret)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+  scale = per_column(w.scales, w.scheme, w.shape[-1])
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+    return product(layout, x, w.codes, scale, w.offset)
+
+  k_axes, n_axes = _axes(path, w, layout, mesh)
+  summed, kept = (n_axes, k_axes) if transposed else (k_axes, n_axes)
+  lead = [None] * (x.ndim - 1)
+  if lead:
+    lead[0] = sharding.fit(sharding.BATCH_AXES, x.shape[0], mesh)
+  per_block = PartitionSpec(
+    k_axes if layout.blocks > 1 else None, n_axes if scale.shape[-1] > 1 else None
+  )
+  part = dataclasses.replace(layout, inputs=w.inputs // sharding.axis_size(mesh, k_axes))
+
+  def on_each(x: jax.Array, *weight: jax.Array | None) -> jax.Array:
+    y = product(part, x, *weight)
+    return y if summed is None else jax.lax.psum(y, summed)
+
+  return jax.shard_map(
+    on_each,
+    in_specs=(
+      PartitionSpec(*lead, summed), PartitionSpec(k_axes, n_axes), per_block,
+      None if w.offset is None else per_block,
+    ),
+    out_specs=PartitionSpec(*lead, kept),
+    check_vma=False,
+  )(x, w.codes, scale, w.offset)  # fmt: skip
+
+
+def _axes(path: str | None, w: QTensor, layout: Layout, mesh: AbstractMesh) -> tuple[Any, Any]:
+  """Mesh axes over which the inputs and the outputs of w stay split while it is multiplied.
+
+  Inputs are split between blocks, or anywhere if each has a byte of its own.
+  """
+  if path is None:
+    return None, None
+  k_axes, n_axes = sharding.axes_inside(path)
+  units = layout.blocks if layout.blocks > 1 and layout.tail is None else 1
+  units = w.inputs if layout.blocks == 1 and layout.bits == 8 else units
+  return sharding.fit(k_axes, units, mesh), sharding.fit(n_axes, w.shape[-1], mesh)

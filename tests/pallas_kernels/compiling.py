@@ -1,0 +1,79 @@
+"""What child processes of test_compiled.py run: kernels and a step, compiled for a chip that is not here."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import dispatch
+from qjax import chips, kernels, method, optim, sharding
+from qjax.adapters import LoraSpec
+from qjax.models.config import ModelConfig, parameter_shapes
+from qjax.models.objective import loss_sums
+from qjax.models.transformer import Transformer
+from qjax.ops import Numerics
+from qjax.precision import policy
+from qjax.quant.qtensor import per_column, quantize
+
+# Projections have the shapes of a small model that exists; no activation below has one of them.
+CONFIG = ModelConfig(
+  vocab_size=1024, num_layers=3, d_model=576, d_ff=1536, num_heads=9, num_kv_heads=3, head_dim=64,
+  context_length=256,
+)  # fmt: skip
+WEIGHTS = ((576, 576), (576, 192), (576, 1536), (1536, 576))
+
+
+def _placed(tree: Any, place: Any) -> Any:
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+
+def products(chip: str, cases: Sequence[tuple[str, str, int, int, int]]) -> dict[str, str]:
+  """Compiles both products for each (scheme, dtype, M, K, N); what went wrong, by case."""
+  mesh = sharding.make_mesh(sharding.MeshSpec(), chips.devices(chips.find(chip)))
+  place = NamedSharding(mesh, PartitionSpec())
+  wrong = {}
+  with jax.set_mesh(mesh):
+    for scheme, dtype, tokens, k, n in cases:
+      w = jax.eval_shape(lambda w, scheme=scheme: quantize(w, scheme), jnp.zeros((k, n)))
+      scale = jax.eval_shape(lambda w: per_column(w.scales, w.scheme, w.shape[-1]), w)
+      choice = kernels.choose(w, dtype, 'pallas')
+      assert choice is not None
+      for name, width in (('matmul', k), ('matmul_transposed', n)):
+        x = jax.ShapeDtypeStruct((tokens, width), dtype)
+        arrays = _placed((x, w.codes, scale, w.offset), place)
+        try:
+          choice.product(name).lower(*arrays, kernels.layout_of(w)).compile()  # type: ignore[attr-defined]
+        except Exception as error:
+          wrong[f'{name} {scheme} {dtype} {tokens}x{k}x{n}'] = str(error)[:300]
+  return wrong
+
+
+def gradient(chip: str, name: str) -> dict[str, int]:
+  """How often the compiled gradient of a QLoRA model's loss names kernels and shapes of whole weights."""
+  if hasattr(jax.config, 'jax_exec_time_optimization_effort'):
+    jax.config.update('jax_exec_time_optimization_effort', -1.0)
+  mesh = sharding.make_mesh(sharding.MeshSpec(), chips.devices(chips.find(chip)))
+  numerics = Numerics(policy(compute='bfloat16'), name)
+  recipe = method.qlora(numerics, optim.Update(1e-3), LoraSpec(rank=8, alpha=16))
+  trainable, frozen = recipe.abstract(parameter_shapes(CONFIG))
+  model = Transformer(CONFIG, numerics)
+
+  def loss(lora: Any, frozen: Any, batch: Any) -> jax.Array:
+    return loss_sums(model, {**frozen, 'lora': lora}, batch).objective
+
+  ints = dict.fromkeys(('tokens', 'targets', 'segments', 'positions'), jnp.int32)
+  dtypes = {'weights': jnp.float32} | ints
+  batch = {key: jax.ShapeDtypeStruct((2, 256), dtype) for key, dtype in dtypes.items()}
+  arguments = _placed((trainable['lora'], frozen, batch), NamedSharding(mesh, PartitionSpec()))
+  with jax.set_mesh(mesh):
+    text = jax.jit(jax.grad(loss)).lower(*arguments).compile().as_text()
+  calls = [line for line in text.splitlines() if 'custom-call(' in line and dispatch.LOW_BIT in line]
+  found = {'forward': 0, 'transposed': 0, 'weights': 0}
+  for line in calls:
+    found['transposed' if f'{dispatch.LOW_BIT}_transposed' in line else 'forward'] += 1
+  for k, n in WEIGHTS:
+    found['weights'] += len(re.findall(rf'\b(?:bf16|f16|f32)\[(?:\d+,)?(?:{k},{n}|{n},{k})\]', text))
+  return found
