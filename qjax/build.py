@@ -407,6 +407,50 @@ def meaning(fields: Fields, method: Method, source: Source, dataset: pipeline.Da
   }))  # fmt: skip
 
 
+def _program(fields: Fields, source: Source, devices: list[jax.Device] | None = None) -> train.Program:
+  """What a step is compiled from, each part checked against the others."""
+  _check_sections(fields)
+  p, d = fields.precision, fields.data
+  scale = precision.loss_scale(p.loss_scale, p.loss_scale_initial, p.loss_scale_period)
+  if p.compute == 'float16' and p.loss_scale == 'none':
+    raise UserError(
+        "config.precision.compute = 'float16' needs a loss scale, or small gradients vanish; use 'dynamic'"
+    )
+  spec = pipeline.DataSpec(fields.batch_size, d.seq_len, fields.seed, d.pack, d.template, d.too_long)  # type: ignore[arg-type]
+  mesh = sharding.make_mesh(sharding.MeshSpec(fields.mesh.data, fields.mesh.fsdp, fields.mesh.tensor), devices)
+  shards = mesh.shape['data'] * mesh.shape['fsdp']
+  rows, left = divmod(fields.batch_size, shards)
+  if left:
+    raise UserError(
+        f'config.batch_size = {fields.batch_size} does not divide over data × fsdp = {shards} devices; '
+        f'{max(rows, 1) * shards} would'
+    )
+  at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
+  method = method_of(fields, source)
+  shapes = parameter_shapes(source.config)
+  method.plan(shapes)
+  context = source.config.context_length
+  if d.seq_len > context:
+    raise UserError(f'config.data.seq_len = {d.seq_len} exceeds the context {context} of {source.name}')
+  return train.Program(
+      model=model_of(fields, source, method.numerics),
+      method=method,
+      shapes=shapes,
+      loss_scale=scale,
+      data=spec,
+      mesh=mesh,
+      loop=train.Loop(
+          fields.num_steps,
+          rows // at_a_time,
+          fields.eval_every,
+          fields.checkpoint_every,
+          fields.max_skips,
+          fields.model.loss_chunk,
+          fields.seed,
+      ),
+  )
+
+
 def run(config: ConfigDict, workdir: Path) -> train.Run:
   """Everything that training needs, each part checked against the others, no weight loaded yet.
 
@@ -420,51 +464,41 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
     except (RuntimeError, ValueError) as error:
       raise UserError(f'config.mesh.distributed: {error}. Leave it off on a single machine') from error
   _check_sections(fields)
-  p = fields.precision
-  scale = precision.loss_scale(p.loss_scale, p.loss_scale_initial, p.loss_scale_period)
-  if p.compute == 'float16' and p.loss_scale == 'none':
-    raise UserError(
-        "config.precision.compute = 'float16' needs a loss scale, or small gradients vanish; use 'dynamic'"
-    )
-  d = fields.data
-  spec = pipeline.DataSpec(fields.batch_size, d.seq_len, fields.seed, d.pack, d.template, d.too_long)  # type: ignore[arg-type]
-  mesh = sharding.make_mesh(sharding.MeshSpec(fields.mesh.data, fields.mesh.fsdp, fields.mesh.tensor))
-  shards = mesh.shape['data'] * mesh.shape['fsdp']
-  rows, left = divmod(fields.batch_size, shards)
-  if left:
-    raise UserError(
-        f'config.batch_size = {fields.batch_size} does not divide over data × fsdp = {shards} devices; '
-        f'{max(rows, 1) * shards} would'
-    )
-  at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
   source = load_source(fields.model.path)
-  method = method_of(fields, source)
-  shapes = parameter_shapes(source.config)
-  method.plan(shapes)
-  context = source.config.context_length
-  if d.seq_len > context:
-    raise UserError(f'config.data.seq_len = {d.seq_len} exceeds the context {context} of {source.name}')
-  model = model_of(fields, source, method.numerics)
+  program = _program(fields, source)
+  d, spec = fields.data, program.data
   dataset = pipeline.load(d.path, source.require_tokenizer(), spec, d.held_out, fields.seed, d.eval_path)
-  loop = train.Loop(
-      fields.num_steps,
-      rows // at_a_time,
-      fields.eval_every,
-      fields.checkpoint_every,
-      fields.max_skips,
-      fields.model.loss_chunk,
-      fields.seed,
-  )
-  meant = meaning(fields, method, source, dataset)
+  meant = meaning(fields, program.method, source, dataset)
+  numerics, static = program.method.numerics, program.method.static_inputs(program.shapes)
 
   def found_ranges() -> dict[str, Any]:
-    return _input_ranges(fields.qat, method.numerics, static, source, dataset, spec) if fields.qat else {}
+    return _input_ranges(fields.qat, numerics, static, source, dataset, spec) if fields.qat else {}
 
-  static = method.static_inputs(shapes)
   return train.Run(
-      workdir, config.to_dict(), meant, model, method, shapes, source.read, scale, dataset, spec, mesh, loop,
-      partial(_kept_ranges, workdir / INPUT_RANGES, meant, found_ranges) if static else dict, source.stored,
-  )  # fmt: skip
+      **vars(program),
+      workdir=workdir,
+      config=config.to_dict(),
+      meaning=meant,
+      read=source.read,
+      dataset=dataset,
+      input_ranges=partial(_kept_ranges, workdir / INPUT_RANGES, meant, found_ranges) if static else dict,
+      stored=source.stored,
+  )
+
+
+def program(config: ConfigDict, devices: list[jax.Device] | None = None) -> train.Program:
+  """What a step of a config's training is compiled from; neither weights nor data need to be there.
+
+  Args:
+    config: as for `run`. `model.path` may be a shape without weights ('shapes:llama2_7b').
+    devices: of the mesh; those of this process unless given.
+
+  Raises:
+    UserError: as `run`.
+  """
+  fields = read(config)
+  _check_sections(fields)
+  return _program(fields, load_source(fields.model.path), devices)
 
 
 def _kept_ranges(file: Path, meant: Mapping[str, Any], find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -54,12 +54,29 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Program:
+  """What a step is compiled from: everything but weights and data.
+
+  Attributes:
+    shapes: of the model's parameters, by path.
+  """
+
+  model: Transformer
+  method: Method
+  shapes: Mapping[str, tuple[int, ...]]
+  loss_scale: LossScale
+  data: DataSpec
+  mesh: Mesh
+  loop: Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Program):
   """Everything that `train` needs, already checked; `build.run` makes one from a config.
 
   Attributes:
     meaning: what a checkpoint of this run stands for, as JSON; resuming with another is refused.
-    shapes, read: the model file's parameters: shapes by path, and one array at a time.
+    read: one array of the model file's parameters at a time.
     stored: the same as `QTensor`s where the file holds them so, else None.
     input_ranges: finds the largest inputs of projections, float32 [L] by path, for static activation schemes.
   """
@@ -67,15 +84,8 @@ class Run:
   workdir: Path
   config: Mapping[str, Any]
   meaning: Mapping[str, Any]
-  model: Transformer
-  method: Method
-  shapes: Mapping[str, tuple[int, ...]]
   read: Reader
-  loss_scale: LossScale
   dataset: Dataset
-  data: DataSpec
-  mesh: Mesh
-  loop: Loop
   input_ranges: Callable[[], Mapping[str, Any]] = dict
   stored: Stored = lambda path, layer: None
 
@@ -114,7 +124,7 @@ class StepMetrics(NamedTuple):
 StepFunction = Callable[[State, Tree, Arrays, jax.Array], tuple[State, StepMetrics]]
 
 
-def init_state(run: Run, trainable: Tree) -> State:
+def init_state(run: Program, trainable: Tree) -> State:
   tx = optim.make(run.method.update, run.loop.num_steps)
   return State(jnp.zeros((), jnp.int32), trainable, tx.init(trainable), run.loss_scale)
 
@@ -256,7 +266,7 @@ class Compiled(NamedTuple):
 
 
 def compile_step(
-  run: Run, state: Tree, frozen: Tree, batch: Arrays, key: Any, is_quantizing: bool = True
+  run: Program, state: Tree, frozen: Tree, batch: Arrays, key: Any, is_quantizing: bool = True
 ) -> Compiled:
   """Compiles the step for these arguments (arrays or shapes); the state's buffers are donated.
 

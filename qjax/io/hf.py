@@ -72,7 +72,7 @@ def load(directory: str | Path) -> Source:
   """
   directory = Path(directory)
   described = _read_json(directory / 'config.json')
-  config = config_from_hf(described, str(directory / 'config.json'))
+  config = read_config(directory)
   names = {path: NAMES[path] for path in parameter_shapes(config)}
   files = _tensor_files(directory)
   shapes: dict[str, tuple[int, ...]] = {}
@@ -100,6 +100,12 @@ def load(directory: str | Path) -> Source:
 
 
 # ---- configuration ----------------------------------------------------------------------------------------
+
+
+def read_config(directory: Path) -> ModelConfig:
+  """The `ModelConfig` of a directory's config.json, as `config_from_hf`."""
+  path = directory / 'config.json'
+  return config_from_hf(_read_json(path), str(path))
 
 
 def config_from_hf(described: Mapping[str, Any], where: str = 'config.json') -> ModelConfig:

@@ -15,9 +15,10 @@ from qjax.errors import UserError, nearest
 from qjax.models.config import ModelConfig, parameter_shapes
 
 EMBEDDED = 'embedded'
+SHAPES = 'shapes:'
 _ACCEPTED = (
   'a .gguf file, a Hugging Face directory (config.json and safetensors), a model that was saved here '
-  f"(model.json and safetensors), or '{EMBEDDED}'"
+  f"(model.json and safetensors), '{EMBEDDED}', or a shape without weights, such as '{SHAPES}llama2_7b'"
 )
 
 
@@ -80,12 +81,17 @@ class Source:
 def load_source(path: str | Path) -> Source:
   """The model at `path`: a `.gguf` file, a Hugging Face directory, one of `native.save`, or 'embedded'.
 
+  'shapes:NAME' and 'shapes:DIRECTORY' (of a config.json) are models that can be planned, not read.
+
   Reads headers, configuration and tokenizer, not the weights. Raises `UserError` for anything else.
   """
-  from qjax.io import embedded, gguf, hf, native  # The readers build a Source, so they import this module.
+  # The readers build a Source, so they import this module.
+  from qjax.io import embedded, gguf, hf, native, shapes
 
   if str(path) == EMBEDDED:
     return gguf.load(embedded.fetch())
+  if str(path).startswith(SHAPES):
+    return shapes.load(str(path))
   path = Path(path).expanduser()
   if path.is_dir():
     if (path / 'config.json').is_file():

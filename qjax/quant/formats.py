@@ -357,10 +357,12 @@ def level_of(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
   """The float32 level of each uint8 code.
 
   A gather is the fastest way on CPU and the slowest on TPU, where a tree of selects stays in registers;
-  both give the same bits.
+  both give the same bits. On a GPU XLA would keep each level of the tree as a whole float32 array over a loop
+  over layers, 6 GiB for a model of 7B; a gather takes nothing.
   """
   return jax.lax.platform_dependent(
     codes,
     cpu=lambda c: _lookup(c, levels),
+    cuda=lambda c: _lookup(c, levels),
     default=lambda c: _select_tree(c, levels),
   )
