@@ -42,6 +42,7 @@ TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)}
   'qjax': Row(),  # the package file alone: it stays empty, so that importing a part does not import all
   'qjax.ops': Row((*_below('ops'), 'pallas_kernels')),
   'qjax.models': Row((*_below('models'), 'qjax.sharding')),
+  'qjax.method': Row((*_below('method'), 'qjax.sharding')),
   'qjax.train': Row((*_below('train'), *_names('sharding data checkpoint records evaluate progress'))),
   'qjax.sharding': Row(_below('adapters')),
   'qjax.checkpoint': Row(_names('errors trees quant')),
