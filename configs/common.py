@@ -20,8 +20,8 @@ def base() -> ConfigDict:
 
   config.model = ConfigDict()
   config.model.path = 'embedded'  # or a .gguf file, or a Hugging Face directory
-  # What is kept of a layer for the backward pass: full remat (nothing) | attention | projections | dots |
-  # dots_no_batch | none (everything).
+  # What is kept of a layer for the backward pass: full remat (its input) | offload (that, in host memory) |
+  # attention | projections | dots | dots_no_batch | none (everything).
   config.model.remat = 'projections'
   config.model.attention = 'auto'  # auto | xla | cudnn
   config.model.loss_chunk = 8192  # words of the vocabulary whose logits exist at a time
@@ -85,6 +85,10 @@ def add_storage(config: ConfigDict) -> None:
   config.storage.projections = 'bfloat16'  # a dtype, or a scheme such as nf4:block=64,dq
   config.storage.embeddings = 'bfloat16'
   config.storage.rules = ()  # ((pattern, dtype or scheme), …) that go first
+  config.placement = ConfigDict()
+  # ((pattern over projections, device | host), …): which stacks of layers wait in host memory, to be copied a
+  # layer at a time. What no rule takes rests on the device.
+  config.placement.rules = ()
 
 
 def add_qat(config: ConfigDict) -> None:

@@ -54,7 +54,7 @@ T = TypeVar('T')
 
 # Fields that may differ between a run and its resumption: they change no number, or (the mesh) only the
 # order of sums.
-COSMETIC = ('name', 'eval_every', 'checkpoint_every', 'max_skips', 'mesh')
+COSMETIC = ('name', 'eval_every', 'checkpoint_every', 'max_skips', 'mesh', 'placement')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +115,11 @@ class LoraFields:
 class StorageFields:
   projections: str
   embeddings: str
+  rules: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementFields:
   rules: tuple[tuple[str, str], ...]
 
 
@@ -185,6 +190,7 @@ class Fields:
   mesh: MeshFields
   lora: LoraFields | None = None
   storage: StorageFields | None = None
+  placement: PlacementFields | None = None
   qat: QatFields | None = None
   targeted: TargetedFields | None = None
   distill: DistillFields | None = None
@@ -199,11 +205,11 @@ INPUT_GRADIENTS = (*fake.GRADIENTS, 'average')
 # The sections that a method needs, and those that it may have.
 SECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   'full': ((), ()),
-  'lora': (('lora', 'storage'), ()),
-  'qlora': (('lora', 'storage'), ()),
+  'lora': (('lora', 'storage'), ('placement',)),
+  'qlora': (('lora', 'storage'), ('placement',)),
   'qat': (('qat',), ('distill',)),
-  'qat_lora': (('lora', 'storage', 'qat'), ('distill',)),
-  'targeted': (('storage', 'qat', 'targeted'), ('lora', 'distill')),
+  'qat_lora': (('lora', 'storage', 'qat'), ('placement', 'distill')),
+  'targeted': (('storage', 'qat', 'targeted'), ('placement', 'lora', 'distill')),
 }
 
 
@@ -308,7 +314,7 @@ def _check_sections(fields: Fields) -> None:
   if fields.method not in SECTIONS:
     raise UserError(f'config.method = {fields.method!r} is not known{nearest(fields.method, SECTIONS)}')
   needed, allowed = SECTIONS[fields.method]
-  for name in ('lora', 'storage', 'qat', 'targeted', 'distill'):
+  for name in ('lora', 'storage', 'placement', 'qat', 'targeted', 'distill'):
     is_there = getattr(fields, name) is not None
     if name in needed and not is_there:
       raise UserError(
@@ -396,6 +402,18 @@ def method_of(fields: Fields, source: Source | None = None) -> Method:
   )
 
 
+def _placed(fields: Fields, method: Method) -> Method:
+  """The method with its stacks where the config wants them."""
+  if fields.placement is None:
+    return method
+  rules = fields.placement.rules
+  if fields.model.remat == 'none' and any(memory == 'host' for _, memory in rules):
+    raise UserError(
+      "config.model.remat = 'none' would keep a device copy of every layer that rests on the host; use 'full'"
+    )
+  return dataclasses.replace(method, placement=rules)
+
+
 def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
   attention, known = fields.model.attention, ('auto', 'xla', 'cudnn')
   if attention == 'cudnn' and jax.default_backend() != 'gpu':
@@ -441,7 +459,7 @@ def _program(fields: Fields, source: Source, devices: list[jax.Device] | None = 
         f'{max(rows, 1) * shards} would'
     )
   at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
-  method = method_of(fields, source)
+  method = _placed(fields, method_of(fields, source))
   fused.check(method, rows // at_a_time, p.loss_scale != 'none')
   shapes = parameter_shapes(source.config)
   method.plan(shapes)
@@ -484,12 +502,11 @@ def run(config: ConfigDict, workdir: Path) -> train.Run:
   program = _program(fields, source)
   d, spec = fields.data, program.data
   dataset = pipeline.load(d.path, source.require_tokenizer(), spec, d.held_out, fields.seed, d.eval_path)
-  method = program.method
-  static = method.static_inputs(program.shapes)
-  meant = meaning(fields, method, source, dataset)
+  meant = meaning(fields, program.method, source, dataset)
+  numerics, static = program.method.numerics, program.method.static_inputs(program.shapes)
 
   def found_ranges() -> dict[str, Any]:
-    return _input_ranges(fields.qat, method.numerics, static, source, dataset, spec) if fields.qat else {}
+    return _input_ranges(fields.qat, numerics, static, source, dataset, spec) if fields.qat else {}
 
   return train.Run(
       **vars(program),

@@ -5,6 +5,7 @@ is another constructor, not a branch anywhere.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,14 +22,19 @@ from qjax.ops import Numerics
 from qjax.quant import fake
 from qjax.quant.formats import FORMATS, Scheme
 from qjax.quant.qtensor import QTensor
+from qjax.sharding import MEMORY
 
 Tree = Any
 Reader = Callable[[str, int | None], np.ndarray]
 Stored = Callable[[str, int | None], QTensor | None]
 Place = Callable[[str, jax.Array], jax.Array]
+SetAside = Callable[[str, jax.Array], jax.Array | np.ndarray]
 
 # Storage of a leaf that is plain and in the policy's param dtype: what a trained leaf must have.
 PARAM = 'param'
+
+# The arrays that placement rules are for: projections, plain or their codes.
+_PLACED = re.compile(f'params/({storage.PROJECTIONS})(/codes)?')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +124,8 @@ class Method:
     update: how it moves.
     course: how quantization in training changes with the steps.
     distillation: what the model is to learn from itself as it was; None is nothing.
+    placement: rules from the path of a projection to the memory that its stack rests in, 'device' or 'host';
+      the device where none matches. From the host a layer is copied when its turn comes; no number changes.
   """
 
   name: str
@@ -127,10 +135,29 @@ class Method:
   update: Update
   course: Course = Course()
   distillation: Distillation | None = None
+  placement: tuple[tuple[str, str], ...] = ()
 
   def is_trainable(self, path: str) -> bool:
     """Whether a leaf of {'params': …, 'lora': …} moves."""
     return trees.is_match(self.trainable.pattern, path)
+
+  def memory_of(self, path: str) -> str:
+    """Where an array of `prepare`'s trees rests: 'device' or 'host'.
+
+    Of a quantized stack on the host the scales stay on the device: they are few, and XLA's TPU compiler fails
+    on slices of host memory in some of their shapes.
+    """
+    owner = _PLACED.fullmatch(path)
+    matches = (memory for pattern, memory in self.placement if owner and trees.is_match(pattern, owner[1]))
+    return next(matches, 'device')
+
+  def _check_placement(self, projections: list[str]) -> None:
+    for pattern, memory in self.placement:
+      if memory not in MEMORY:
+        raise UserError(f'placement: {pattern!r} names the memory {memory!r}{nearest(memory, MEMORY)}')
+    for path, memory in trees.match_rules(self.placement, projections, 'placement', is_partial=True).items():
+      if memory == 'host' and self.is_trainable(f'params/{path}'):
+        raise UserError(f'placement: {path} is trained and cannot rest on the host; place it on the device')
 
   def plan(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """The storage of every parameter, after checking every rule against the paths.
@@ -146,6 +173,7 @@ class Method:
         raise UserError(f'{path} is trained and cannot rest as {kind!r}; store it as {PARAM!r}')
     projections = [path for path in paths if trees.is_match(storage.PROJECTIONS, path)]
     n = self.numerics
+    self._check_placement(projections)
     trees.match_rules(n.weights, projections, 'qat.weights', is_partial=True)
     trees.match_rules(n.activations, projections, 'qat.activations', is_partial=True)
     targets: list[str] = []
@@ -196,6 +224,7 @@ class Method:
     progress: Callable[[str], None] = lambda path: None,
     input_ranges: Mapping[str, Any] | None = None,
     stored: Stored = lambda path, layer: None,
+    set_aside: SetAside = lambda path, layer: layer,
   ) -> tuple[Tree, Tree]:
     """What moves and what rests: two trees that `trees.combine` joins to {'params': …, 'lora': …}.
 
@@ -211,6 +240,8 @@ class Method:
       input_ranges: float32 [L], the largest magnitude of the inputs of each of `static_inputs`.
       stored: `stored(path, layer)` as a `QTensor` where the model has it at rest; one that rests as it should
         is taken as it is.
+      set_aside: `set_aside(path, layer)` moves one layer of a parameter to where it waits until the stack of
+        all layers is built and placed.
 
     Raises:
       UserError: as `plan`, and a NaN or an infinity in a weight, by path.
@@ -219,7 +250,7 @@ class Method:
     flat: dict[str, Any] = {}
     for path in shapes:
       progress(path)
-      leaf = self._at_rest(path, shapes[path], kinds[path], read, stored)
+      leaf = self._at_rest(path, shapes[path], kinds[path], read, stored, set_aside)
       flat[f'params/{path}'] = _place(place, f'params/{path}', leaf)
     if self.trainable.lora is not None:
       adapted = self._adapted(shapes)
@@ -289,7 +320,7 @@ class Method:
     return jax.eval_shape(make, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 
   def _at_rest(
-    self, path: str, shape: tuple[int, ...], kind: str, read: Reader, stored: Stored
+    self, path: str, shape: tuple[int, ...], kind: str, read: Reader, stored: Stored, set_aside: SetAside
   ) -> Any:
     def make(layer: int | None) -> Any:
       if kind == PARAM:
@@ -299,7 +330,10 @@ class Method:
         return found
       return storage.rest(read(path, layer), kind, path)
 
-    return _stack(path, shape, make)
+    def waiting(layer: int | None) -> Any:
+      return _place(set_aside, f'params/{path}', make(layer))
+
+    return _stack(path, shape, waiting)
 
 
 class _Zeros:
@@ -323,10 +357,14 @@ def _stack(path: str, shape: tuple[int, ...], make: Callable[[int | None], Any])
   """What `make` gives for each layer as one stack; for None where the path belongs to no layer."""
   if not path.startswith('layers/'):
     return make(None)
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(make, range(shape[0])))
+
+  def stacked(*layers: Any) -> Any:
+    return np.stack(layers) if isinstance(layers[0], np.ndarray) else jnp.stack(layers)
+
+  return jax.tree.map(stacked, *map(make, range(shape[0])))
 
 
-def _place(place: Place, path: str, leaf: Any) -> Any:
+def _place(place: Place | SetAside, path: str, leaf: Any) -> Any:
   return trees.map_with_path(lambda sub, x: place(f'{path}/{sub}' if sub else path, x), leaf)
 
 

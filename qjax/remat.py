@@ -6,18 +6,26 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# The names under which a policy may keep what attention reads and returns, what a projection returns, and an
-# adapter's x·A.
+# The names under which a policy may keep a layer's input, what attention reads and returns, what a projection
+# returns, and an adapter's x·A.
+LAYER_IN = 'layer_in'
 ATTENTION_IN = 'attention_in'
 ATTENTION_OUT = 'attention_out'
 PROJECTION_OUT = 'projection_out'
 LOW_RANK = 'low_rank'
 
-# Nothing but the layer's input ('full'); what attention returned too; what attention read and returned and
-# projections returned, in the compute dtype ('projections'); or every product as it was accumulated.
+# Nothing but the layer's input ('full'), or that in host memory ('offload'); what attention returned too;
+# what attention read and returned and projections returned, in the compute dtype ('projections'); or every
+# product as it was accumulated.
 POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
+  'offload': jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[LAYER_IN],
+    offload_src='device',
+    offload_dst='pinned_host',
+  ),
   'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
   'projections': jax.checkpoint_policies.save_only_these_names(
     ATTENTION_IN, ATTENTION_OUT, PROJECTION_OUT, LOW_RANK

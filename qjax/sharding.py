@@ -8,10 +8,12 @@ that blocks of quantized inputs stay whole.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from qjax import trees
@@ -19,6 +21,9 @@ from qjax.errors import UserError
 
 Tree = Any
 AXES = ('data', 'fsdp', 'tensor')
+
+# Where an array waits for its turn: JAX's kinds of memory by the names that rules use. None is the default.
+MEMORY = {'device': None, 'host': 'pinned_host'}
 BATCH_AXES = ('data', 'fsdp')
 
 # First match wins; specs are for the trailing axes of the weight, a stack of layers is never split.
@@ -120,9 +125,40 @@ def axes_inside(path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
   return inputs, outputs
 
 
-def shardings(tree: Tree, mesh: Mesh) -> Tree:
-  """A NamedSharding for every array of a tree of parameters, adapters or optimizer state."""
-  return trees.map_with_path(lambda path, leaf: NamedSharding(mesh, spec_for(path, leaf.shape, mesh)), tree)
+def sharding_of(path: str, leaf: Any, mesh: Mesh, memory: str = 'device') -> NamedSharding | Format:
+  """Where one array (or a shape with a dtype) lives: its axes over the mesh, in a memory of `MEMORY`.
+
+  In the host memory of a TPU it is laid out in tiles of eight rows. XLA's own choice for bytes is 32, which
+  it cannot slice there: it would copy the whole stack to the device and back, for every layer.
+  """
+  where = NamedSharding(mesh, spec_for(path, leaf.shape, mesh), memory_kind=MEMORY[memory])
+  itemsize = leaf.dtype.itemsize
+  if memory == 'device' or mesh.devices.flat[0].platform != 'tpu' or itemsize >= 4:
+    return where
+  order = tuple(range(len(leaf.shape)))
+  return Format(Layout(order, tiling=((8, 128), (4 // itemsize, 1))), where)
+
+
+def shardings(tree: Tree, mesh: Mesh, memory: Callable[[str], str] = lambda path: 'device') -> Tree:
+  """A sharding for every array of a tree of parameters, adapters or optimizer state.
+
+  `memory` says by path which of `MEMORY` an array waits in.
+  """
+  return trees.map_with_path(lambda path, leaf: sharding_of(path, leaf, mesh, memory(path)), tree)
+
+
+def fetch(tree: Tree) -> Tree:
+  """The tree with what waits in host memory copied to the device; without such arrays nothing happens.
+
+  Called on one layer's slice inside the scan over layers, and inside what remat computes again, so that the
+  device holds the layer at work (and the one on its way), not the stack.
+  """
+
+  def one(x: jax.Array) -> jax.Array:
+    waits = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Device) if waits else x
+
+  return jax.tree.map(one, tree)
 
 
 def batch_sharding(mesh: Mesh, ndim: int, batch_axis: int = 0) -> NamedSharding:

@@ -133,15 +133,19 @@ def place_batch(batch: Arrays, micro_batches: int, mesh: Mesh) -> dict[str, jax.
 
 
 def prepare(run: Run, progress: Callable[[str], None] = lambda path: None) -> tuple[Tree, Tree]:
-  """The method's two trees, every array on the devices that hold it."""
+  """The method's two trees, every array where it rests: on its devices, or on the host."""
+  memory_of = run.method.memory_of
 
   def place(path: str, leaf: jax.Array) -> jax.Array:
-    spec = sharding.spec_for(path, leaf.shape, run.mesh)
-    return jax.device_put(leaf, NamedSharding(run.mesh, spec))
+    return jax.device_put(leaf, sharding.sharding_of(path, leaf, run.mesh, memory_of(path)))
+
+  def set_aside(path: str, layer: jax.Array) -> jax.Array | np.ndarray:
+    # What is too large for the device is not to be stacked there either.
+    return jax.device_get(layer) if memory_of(path) == 'host' else layer
 
   key = jax.random.key(run.loop.seed)
   ranges = run.input_ranges()
-  return run.method.prepare(run.shapes, run.read, key, place, progress, ranges, run.stored)
+  return run.method.prepare(run.shapes, run.read, key, place, progress, ranges, run.stored, set_aside)
 
 
 class Interrupted(Exception):

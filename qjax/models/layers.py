@@ -20,7 +20,7 @@ from qjax.ops import Numerics
 from qjax.quant.fake import Patched, Slices
 from qjax.quant.qtensor import QTensor
 from qjax.remat import PROJECTION_OUT, named
-from qjax.sharding import BATCH_AXES, constrain
+from qjax.sharding import BATCH_AXES, constrain, fetch
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float) -> jax.Array:
@@ -98,7 +98,7 @@ class Projection(nn.Module):
     # A quantized weight is no array of the shape that an initializer would promise, so an existing weight
     # is looked up, not declared.
     if self.has_variable('params', 'kernel'):
-      kernel: ops.Projected = self.get_variable('params', 'kernel')
+      kernel: ops.Projected = fetch(self.get_variable('params', 'kernel'))
     else:
       kernel = self.param('kernel', nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32)
     adapter = self.get_variable('lora', 'kernel') if self.has_variable('lora', 'kernel') else None

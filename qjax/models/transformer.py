@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from qjax.errors import UserError, nearest
 from qjax.models.attention import AttentionKernel, attention_mask
@@ -12,7 +13,7 @@ from qjax.models.config import ModelConfig
 from qjax.models.layers import Attention, GatedMLP, Norm, rotary_table
 from qjax.ops import Numerics, Weight, matmul, take_rows
 from qjax.precision import policy
-from qjax.remat import POLICIES, as_bits, from_bits
+from qjax.remat import LAYER_IN, POLICIES, as_bits, from_bits
 from qjax.sharding import BATCH_AXES, constrain
 
 Tree = Any
@@ -40,7 +41,7 @@ def _layer(
 ) -> jax.Array:
   """What the block computes. With `bits` those are kept for the backward pass in the place of x."""
   c = block.config
-  x = x if bits is None else from_bits(bits, x)
+  x = x if bits is None else from_bits(checkpoint_name(bits, LAYER_IN), x)
   y = Norm(c.rms_eps, c.norm_offset, name='attn_norm')(x)
   x = x + Attention(c, block.numerics, block.kernel, name='attn')(y, table, mask)
   y = Norm(c.rms_eps, c.norm_offset, name='mlp_norm')(x)

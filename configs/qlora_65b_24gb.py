@@ -1,0 +1,27 @@
+"""QLoRA of a LLaMA of 65B in 24 GB: the 4-bit layers rest in host memory and are copied one at a time.
+
+  python -m experiments.train --config=configs/qlora_65b_24gb.py --config.model.path=path/to/llama-65b
+  python -m experiments.train --config=configs/qlora_65b_24gb.py:512 --config.model.path=path/to/llama-65b
+
+The argument is the number of tokens of a row. 2,048 tokens at a time hide the copies behind the products.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config(seq_len: str = '2048') -> ConfigDict:
+  config = common.base()
+  config.name = 'qlora_65b_24gb'
+  config.method = 'qlora'
+  config.batch_size = 16
+  config.micro_batch = max(1, 2048 // int(seq_len))
+  config.model.path = 'shapes:llama_65b'  # can be planned and compiled for; weights are the user's
+  config.model.remat = 'full'
+  config.data.seq_len = int(seq_len)
+  common.add_lora(config)
+  config.optimizer.learning_rate = 1e-4
+  config.storage.projections = 'nf4:block=64,dq'
+  config.placement.rules = (('.*', 'host'),)
+  return config
