@@ -14,6 +14,8 @@ from configs import qlora_65b_24gb
 def get_config(seq_len: str = '2048') -> ConfigDict:
   config = qlora_65b_24gb.get_config(seq_len)
   config.name = 'qlora_65b_2bit'
+  config.batch_size = config.micro_batch  # sums of gradients over micro-batches would take 0.7 GiB
+  config.optimizer.name = 'adamw8bit'
   config.model.remat = 'offload'
   config.storage.projections = 'nf2:block=64,dq'
   config.placement.rules = ()

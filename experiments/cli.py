@@ -1,6 +1,7 @@
 """How every command here starts, refuses and stops."""
 
 import re
+import runpy
 import signal
 import sys
 import traceback
@@ -61,13 +62,28 @@ def config_of(flag: flags.FlagHolder) -> ConfigDict:
     raise UserError(
         f'--{flag.name} is missing; for instance --{flag.name}={NOTES}/qlora.py. --help lists all flags'
     )
-  path = Path(config_flags.get_config_filename(flags.FLAGS[flag.name]))
+  path = Path(config_flags.get_config_filename(flags.FLAGS[flag.name]).partition(':')[0])
   if not path.is_file():
     raise UserError(_no_file(path))
   if not isinstance(flag.value, ConfigDict):
     kind = type(flag.value).__name__
     raise UserError(f'get_config() of {path} returns {kind}; it must return a ConfigDict')
   return flag.value
+
+
+def lab_note(name: str) -> ConfigDict:
+  """The ConfigDict of a lab note ('configs/qlora.py', perhaps ':' and its argument), as it stands there.
+
+  Raises:
+    UserError: there is no such file, or it returns something else.
+  """
+  path, _, argument = name.partition(':')
+  if not Path(path).is_file():
+    raise UserError(_no_file(Path(path)))
+  found = runpy.run_path(path)['get_config'](*([argument] if argument else []))
+  if not isinstance(found, ConfigDict):
+    raise UserError(f'get_config() of {path} returns {type(found).__name__}; it must return a ConfigDict')
+  return found
 
 
 def _no_file(path: Path) -> str:

@@ -3,6 +3,7 @@
   python -m experiments.plan --config=configs/qlora_7b.py --chip=rtx4090,v5e
   python -m experiments.plan --config=configs/lora_7b.py --chip=rtx4090 --compile --picture=plan.png
   python -m experiments.plan --config=configs/qlora_7b.py --config.model.path=shapes:llama3_8b --find=batch
+  python -m experiments.plan --config=configs/full_7b_16gb.py --beside=configs/lora_7b.py,configs/qlora_7b.py
   python -m experiments.plan --validate
 
 The model need not be there: model.path may be 'shapes:llama2_7b' (a misspelt name lists them all) or
@@ -44,6 +45,7 @@ from qjax.plan import PARTS, Plan, Traced, capacity, compile_for, from_compiler,
 from qjax.progress import stage
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Lab note to plan, such as configs/qlora_7b.py.')
+_BESIDE = flags.DEFINE_list('beside', [], 'Further lab notes to plan for the same chips.')
 _CHIP = flags.DEFINE_list('chip', ['cpu'], f'Chips: {", ".join([*chips.CHIPS, *chips.ALIASES])}.')
 _COMPILE = flags.DEFINE_bool('compile', False, "Ask the chip's compiler instead of the arithmetic.")
 _FIND = flags.DEFINE_enum('find', None, ['batch', 'sequence', 'method'], 'What to search for.')
@@ -58,7 +60,7 @@ CACHE = 'plans'
 # What changes neither the program nor its size.
 _COSMETIC = ('name', 'seed', 'eval_every', 'checkpoint_every', 'max_skips')
 # Sources of ours that no program is made of.
-_BESIDE = ('plan.py', 'operations.py', 'liveness.py', 'report.py')
+_APART = ('plan.py', 'operations.py', 'liveness.py', 'report.py')
 
 
 def main(argv: list[str]) -> int:
@@ -69,16 +71,12 @@ def main(argv: list[str]) -> int:
   wanted = _chips(_CHIP.value)
   if _FIND.value:
     return _find(config, wanted, _FIND.value)
-  with stage('tracing the step'):
-    traced = Traced(build.program(config))
-  plans = [_plan(config, traced, chip) for chip in wanted]
-  console = _console()
-  console.print(_table(config, plans))
+  plans, records = [], []
+  for each in (config, *map(cli.lab_note, _BESIDE.value)):
+    found = _show(each, wanted)
+    plans += found
+    records += [{'config': each.name} | plan.record() for plan in found]
   _remark(plans)
-  for chip, plan in zip(wanted, plans, strict=True):
-    if not plan.fits:
-      console.print(_advice(config, chip, traced.plan(chip)))
-  records = [plan.record() for plan in plans]
   if _PICTURE.value:
     path = Path(_PICTURE.value)
     png = report.plan_picture(records)
@@ -88,6 +86,19 @@ def main(argv: list[str]) -> int:
   if _JSON.value:
     print(json.dumps(files.plain(records[0] if len(records) == 1 else {'plans': records})))
   return 0 if any(plan.fits for plan in plans) else 1
+
+
+def _show(config: ConfigDict, wanted: Sequence[Chip]) -> list[Plan]:
+  """Plans a config for each chip, and prints them, with advice where it does not fit."""
+  with stage(f'tracing the step of {config.name}'):
+    traced = Traced(build.program(config))
+  plans = [_plan(config, traced, chip) for chip in wanted]
+  console = _console()
+  console.print(_table(config, plans))
+  for chip, plan in zip(wanted, plans, strict=True):
+    if not plan.fits:
+      console.print(_advice(config, chip, traced.plan(chip)))
+  return plans
 
 
 def _chips(names: Sequence[str]) -> list[Chip]:
@@ -141,7 +152,7 @@ def _meaning(config: ConfigDict, chip: Chip) -> str:
   root = Path(build.__file__).parents[1]
   for folder in ('qjax', 'pallas_kernels'):
     for path in sorted((root / folder).rglob('*.py')):
-      digest.update(path.read_bytes() if path.name not in _BESIDE else b'')
+      digest.update(path.read_bytes() if path.name not in _APART else b'')
   return digest.hexdigest()[:24]
 
 
@@ -189,6 +200,9 @@ def _steps_down(config: ConfigDict) -> Iterator[tuple[str, Mapping[str, Any] | s
     fields.append({'model__remat': 'full'})
   if config.model.loss_chunk > 2048:
     fields.append({'model__loss_chunk': 2048})
+  if config.method == 'full' and config.optimizer.kind == 'separate':
+    at_once = {'micro_batch': config.batch_size, 'optimizer__kind': 'fused', 'optimizer__name': 'adafactor'}
+    fields.append(at_once | {'precision__param': 'bfloat16', 'precision__rounding': 'stochastic'})
   for change in fields:
     yield _spelled(change), change
   simpler = {'full': METHODS[1:], 'qat': METHODS[1:], 'lora': METHODS[2:]}
@@ -265,7 +279,8 @@ def _shape(config: ConfigDict) -> str:
 
 def _table(config: ConfigDict, plans: Sequence[Plan]) -> Table:
   at_a_time = f', {config.micro_batch} at a time' if config.micro_batch < config.batch_size else ''
-  table = Table(title=f'{config.model.path}: {_shape(config)}{at_a_time}, remat {config.model.remat}')
+  title = f'{config.name}: {config.model.path}, {_shape(config)}{at_a_time}, remat {config.model.remat}'
+  table = Table(title=title, min_width=len(title))
   table.add_column('')
   for plan in plans:
     table.add_column(plan.chip, justify='right')

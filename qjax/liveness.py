@@ -26,6 +26,8 @@ from qjax.operations import LOOPS, PRODUCTS, Operation, Value
 _HARD = PRODUCTS | LOOPS | {'sort', 'scatter', 'scatter-add', 'scatter_add', 'top_k', 'cumsum', 'fft'}
 # Reductions fuse what they read, but their results are in memory.
 _REDUCTIONS = ('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and', 'reduce_or', 'argmax', 'gather')
+# Copies from the host's memory are in that of the device.
+_COPIES = ('device_put',)
 # Another view of the same numbers: no memory of its own, and a product reads through it.
 _VIEWS = frozenset({
   'reshape', 'squeeze', 'expand_dims', 'bitcast_convert_type', 'transpose', 'name', 'copy', 'copy_p',
@@ -38,7 +40,7 @@ _EXPENSIVE = frozenset({
 })  # fmt: skip
 
 # Labels of arguments that a step reads and multiplies, and does not compute.
-_RESTING = ('weights', 'adapters')
+_RESTING = ('weights', 'adapters', 'host')
 
 
 # ---- labels ------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class _Block:
     """Values that the rules put into memory."""
     found: set[Value] = set(self.results)
     for operation in self.operations:
-      if operation.name in _HARD or operation.name in _REDUCTIONS:
+      if operation.name in _HARD or operation.name in (*_REDUCTIONS, *_COPIES):
         found.update(operation.results)
       if operation.name in _HARD:
         found.update(self._behind_views(operand) for operand in operation.operands)

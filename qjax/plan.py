@@ -44,6 +44,10 @@ QUICK = -1.0
 _PLATFORM = {'gpu': 'cuda', 'tpu': 'tpu', 'cpu': 'cpu'}
 
 
+# Label of arguments that wait in host memory.
+HOST = 'host'
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """What one step needs on one chip.
@@ -104,8 +108,8 @@ def arguments(program: train.Program) -> tuple[train.State, Tree, dict[str, Any]
   trainable, frozen = program.method.abstract(program.shapes)
   state = jax.eval_shape(partial(train.init_state, program), trainable)
 
-  def place(tree: Tree) -> Tree:
-    shardings = sharding.shardings(tree, mesh)
+  def place(tree: Tree, memory: Callable[[str], str] = lambda path: 'device') -> Tree:
+    shardings = sharding.shardings(tree, mesh, memory)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
   count = program.loop.accumulate
@@ -115,10 +119,10 @@ def arguments(program: train.Program) -> tuple[train.State, Tree, dict[str, Any]
   batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
   everywhere = NamedSharding(mesh, PartitionSpec())
   key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=everywhere)
-  return place(state), place(frozen), batch, key
+  return place(state), place(frozen, program.method.memory_of), batch, key
 
 
-def _labels(state: train.State, frozen: Tree, batch: Tree) -> list[str]:
+def _labels(state: train.State, frozen: Tree, batch: Tree, memory_of: Callable[[str], str]) -> list[str]:
   """What each argument of the step is, in the order of `jax.tree.leaves`."""
 
   def named(tree: Tree, label: str) -> Tree:
@@ -130,7 +134,8 @@ def _labels(state: train.State, frozen: Tree, batch: Tree) -> list[str]:
   others: dict[str, Any] = {'step': '', 'loss_scale': named(state.loss_scale, '')}
   moments = named(state.optimizer, 'moments')
   labelled = dataclasses.replace(state, trainable=trained, optimizer=moments, **others)
-  return jax.tree.leaves((labelled, named(frozen, 'weights'), named(batch, ''), ''))
+  rest = trees.map_with_path(lambda path, _: HOST if memory_of(path) == 'host' else 'weights', frozen)
+  return jax.tree.leaves((labelled, rest, named(batch, ''), ''))
 
 
 class Traced:
@@ -149,7 +154,7 @@ class Traced:
     step = train.make_step(program.model, program.method, program.loop)
     with jax.set_mesh(program.mesh):
       self._closed = jax.make_jaxpr(step)(*args)
-    self._labels = _labels(*args[:3])
+    self._labels = _labels(*args[:3], program.method.memory_of)
     self._weights = trees.combine(args[0].trainable, args[1])
     self._trained = [leaf.shape for leaf in jax.tree.leaves(args[0].trainable)]
     self._state_bytes = trees.nbytes(args[0])
@@ -174,8 +179,12 @@ class Traced:
     moments = rules.moments(read.operations, {*read.arguments, *read.results}, read.results)
     fullest = max(moments, key=lambda moment: moment.nbytes)
     held: Counter[str] = Counter()
+    host = 0
     for argument in read.arguments:
-      held[argument.label] += size(argument)
+      if argument.label == HOST:
+        host += argument.nbytes
+      else:
+        held[argument.label] += size(argument)
     held.update(fullest.held)
     if chip.kind == 'tpu':
       held[''] += self._turned_bytes()
@@ -183,7 +192,7 @@ class Traced:
     for label, count in held.items():
       parts[_PART_OF.get(label, label)] += count
     return Plan(
-      chip.name, 'arithmetic', sum(parts.values()), 0, capacity(chip), parts, self.step_seconds(chip),
+      chip.name, 'arithmetic', sum(parts.values()), host, capacity(chip), parts, self.step_seconds(chip),
       self.tokens, train.kernels_used(self.program),
     )  # fmt: skip
 

@@ -405,7 +405,9 @@ def plan_picture(plans: Sequence[Record]) -> bytes:
     label = 'there is' if i == 0 else None
     axes.hlines(plan['capacity_gib'], i - 0.4, i + 0.4, 'black', linestyles='dashed', label=label)
     axes.annotate(f'{plan["peak_gib"]:.1f}', (i, top), ha='center', va='bottom')
-  names = [f'{plan["chip"]}\n{"fits" if plan["fits"] else "does not fit"}' for plan in plans]
+  names = [
+    f'{plan["config"]}\n{plan["chip"]}\n{"fits" if plan["fits"] else "does not fit"}' for plan in plans
+  ]
   axes.set_xticks(range(len(plans)), names)
   axes.set(ylabel='GiB of device memory', title=f'One training step, by the {plans[0]["source"]}')
   figure.legend(loc='outside right upper', frameon=False)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+from experiments import cli
+from qjax.errors import UserError
 from tests import small
 
 ROOT = Path(__file__).parents[1]
@@ -229,3 +231,11 @@ def test_help_tells_a_newcomer_what_to_type(command: Command):
     '--config.lora.rank=8', '--workdir', '--[no]restart', '"instruction"', 'metrics.jsonl', 'Ctrl-C',
   ):  # fmt: skip
     assert wanted in text, wanted
+
+
+def test_a_lab_note_may_take_an_argument():
+  config = cli.lab_note('configs/targeted.py:adapters')
+  assert config.targeted.train == 'adapters' and 'lora' in config
+  assert cli.lab_note('configs/targeted.py').targeted.train == 'weights'
+  with pytest.raises(UserError, match=r"did you mean 'configs/targeted.py'"):
+    cli.lab_note('configs/targetted.py')
