@@ -135,8 +135,8 @@ class Method:
   def memory_of(self, path: str) -> str:
     """Where an array of `prepare`'s trees rests: 'device' or 'host'.
 
-    Of a quantized stack on the host the scales stay on the device: they are few, and XLA's TPU compiler fails on
-    slices of host memory in some of their shapes.
+    Of a quantized stack on the host the scales stay on the device: they are few, and XLA's TPU compiler fails
+    on slices of host memory in some of their shapes.
     """
     owner = _PLACED.fullmatch(path)
     matches = (memory for pattern, memory in self.placement if owner and trees.is_match(pattern, owner[1]))
@@ -355,7 +355,7 @@ def _stack(path: str, shape: tuple[int, ...], make: Callable[[int | None], Any])
   return jax.tree.map(stacked, *map(make, range(shape[0])))
 
 
-def _place(place: Place, path: str, leaf: Any) -> Any:
+def _place(place: Place | SetAside, path: str, leaf: Any) -> Any:
   return trees.map_with_path(lambda sub, x: place(f'{path}/{sub}' if sub else path, x), leaf)
 
 

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# The names under which a policy may keep a layer's input, what attention reads and returns, what a projection
-# returns, and an adapter's x·A.
+# The names under which a policy may keep a layer's input, what attention reads and returns, what a
+# projection returns, and an adapter's x·A.
 LAYER_IN = 'layer_in'
 ATTENTION_IN = 'attention_in'
 ATTENTION_OUT = 'attention_out'
 PROJECTION_OUT = 'projection_out'
 LOW_RANK = 'low_rank'
 
-# Nothing but the layer's input ('full'), or that in host memory ('offload'); what attention returned too; what
-# attention read and returned and projections returned, in the compute dtype ('projections'); or every product as
-# it was accumulated.
+# Nothing but the layer's input ('full'), or that in host memory ('offload'); what attention returned too;
+# what attention read and returned and projections returned, in the compute dtype ('projections'); or every
+# product as it was accumulated.
 POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,

@@ -116,8 +116,8 @@ def spec_for(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 def sharding_of(path: str, leaf: Any, mesh: Mesh, memory: str = 'device') -> NamedSharding | Format:
   """Where one array (or a shape with a dtype) lives: its axes over the mesh, in a memory of `MEMORY`.
 
-  In the host memory of a TPU it is laid out in tiles of eight rows. XLA's own choice for bytes is 32, which it
-  cannot slice there: it would copy the whole stack to the device and back, for every layer.
+  In the host memory of a TPU it is laid out in tiles of eight rows. XLA's own choice for bytes is 32, which
+  it cannot slice there: it would copy the whole stack to the device and back, for every layer.
   """
   where = NamedSharding(mesh, spec_for(path, leaf.shape, mesh), memory_kind=MEMORY[memory])
   itemsize = leaf.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Weights that rest in host memory: the same numbers bit for bit, and a device that holds a layer at a time."""
+"""Weights that rest in host memory: the same numbers bit for bit, and one layer at a time on the device."""
 
 import dataclasses
 from functools import partial
@@ -145,7 +145,7 @@ def compiled_bytes(layers: int, rules: Any) -> dict[str, int]:
     'host': memory.host_argument_size_in_bytes,
     'host_temporary': memory.host_temp_size_in_bytes,
     'temporary': memory.temp_size_in_bytes,
-    'codes': sum(leaf.size for path, leaf in trees.flatten(frozen).items() if chosen.memory_of(path) == 'host'),
+    'codes': sum(x.size for path, x in trees.flatten(frozen).items() if chosen.memory_of(path) == 'host'),
   }
 
 
