@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# The names under which a policy may keep a layer's input, what attention reads and returns, what a projection
-# returns, and an adapter's x·A.
+# The names under which a policy may keep a layer's input, what attention reads and returns, what a
+# projection returns, and an adapter's x·A.
 LAYER_IN = 'layer_in'
 ATTENTION_IN = 'attention_in'
 ATTENTION_OUT = 'attention_out'
