@@ -2,8 +2,8 @@
 
   python -m experiments.train --config=configs/qlora_65b_2bit.py --config.model.path=path/to/llama-65b
 
-The argument is the number of tokens of a row. 2.13 bits a weight of a projection. Compiled for a TPU v6e with
-kernels = pallas: 21.5 GiB of the device, the layers' inputs (2.5 GiB) in host memory. More rows than are taken
+The argument is the number of tokens of a row. 2.13 bits a weight of a projection. Compiled for a v6e with
+kernels = pallas: 21.5 GiB of the device, and 2.5 of layer inputs in host memory. More rows than are taken
 at a time would need their gradients' sum as well: 23.5 GiB. Adapters that start from zero do not mend what
 rounding to 2 bits breaks; quality was not measured.
 """
