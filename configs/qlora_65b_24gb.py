@@ -19,7 +19,7 @@ def get_config(seq_len: str = '2048') -> ConfigDict:
   config.method = 'qlora'
   config.batch_size = 16
   config.micro_batch = max(1, 2048 // int(seq_len))
-  config.model.path = 'shapes:llama_65b'  # can be planned and compiled for; weights are the user's
+  config.model.path = 'shapes:llama_65b'  # can be planned; weights are the user's
   config.model.remat = 'full'
   config.data.seq_len = int(seq_len)
   common.add_lora(config)
