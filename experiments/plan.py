@@ -287,6 +287,8 @@ def _table(config: ConfigDict, plans: Sequence[Plan]) -> Table:
   for part in PARTS:
     table.add_row(part, *(_gib(plan.breakdown[part]) for plan in plans))
   table.add_section()
+  if any(plan.host_bytes for plan in plans):
+    table.add_row('host memory', *(_gib(plan.host_bytes) for plan in plans))
   table.add_row('peak', *(_gib(plan.peak_bytes) for plan in plans))
   table.add_row('has', *(_gib(plan.capacity_bytes) for plan in plans))
   table.add_row('fits', *('yes' if plan.fits else 'no' for plan in plans))
@@ -306,6 +308,12 @@ def _remark(plans: Sequence[Plan]) -> None:
     f'for matmul = {kernels["matmul"]} and attention = {kernels["attention"]}, whatever the chip would '
     'choose; nothing here was measured on a chip'
   )
+  compiled = [plan for plan in plans if plan.host_bytes and plan.source == 'compiler']
+  if any(chips.find(plan.chip).kind != 'tpu' for plan in compiled):
+    print(
+      'compilers for GPUs show no host memory: what waits there was taken off by arithmetic, and the copy of '
+      'a layer is not counted'
+    )
 
 
 # ---- arithmetic against compilers -------------------------------------------------------------------------

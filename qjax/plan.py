@@ -296,6 +296,9 @@ def from_compiler(reserved: Mapping[str, Any], chip: Chip, arithmetic: Plan) -> 
     peak = reserved['argument'] + reserved['output'] - reserved['alias'] + reserved['temp']
     if chip.kind == 'tpu' and not host:
       peak = reserved['peak']
+    if not host:  # programs for GPUs and CPUs know no host memory: what waits there is among the arguments
+      host = arithmetic.host_bytes
+      peak -= host
   rests = {name: arithmetic.breakdown[name] for name in ('weights', 'adapters', 'moments')}
   passing = {name: size for name, size in arithmetic.breakdown.items() if name not in rests}
   scale = max(peak - sum(rests.values()), 0) / max(sum(passing.values()), 1)
