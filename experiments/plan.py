@@ -303,11 +303,10 @@ def _table(config: ConfigDict, plans: Sequence[Plan]) -> Table:
 
 def _remark(plans: Sequence[Plan]) -> None:
   """What the numbers are for."""
-  kernels = plans[0].kernels
-  print(
-    f'for matmul = {kernels["matmul"]} and attention = {kernels["attention"]}, whatever the chip would '
-    'choose; nothing here was measured on a chip'
-  )
+  for plan in plans:
+    told = ', '.join(f'{what} = {which}' for what, which in plan.kernels.items())
+    print(f'{plan.chip}: {told}', file=sys.stderr)
+  print('nothing here was measured on a chip')
   compiled = [plan for plan in plans if plan.host_bytes and plan.source == 'compiler']
   if any(chips.find(plan.chip).kind != 'tpu' for plan in compiled):
     print(

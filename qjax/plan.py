@@ -255,6 +255,8 @@ def compile_for(program: train.Program) -> dict[str, Any]:
   if hasattr(jax.config, 'jax_exec_time_optimization_effort'):
     jax.config.update('jax_exec_time_optimization_effort', QUICK)
   args = arguments(program)  # not below, where the mesh's devices, which are not here, would make the key
+  with jax.set_mesh(program.mesh):
+    kernels = train.kernels_used(program)
   try:
     with jax.set_mesh(program.mesh):
       memory = train.compile_step(program, *args).memory
@@ -262,10 +264,10 @@ def compile_for(program: train.Program) -> dict[str, Any]:
     needed = _needed(str(error))
     if needed is None:
       raise
-    return {'needed_bytes': needed, 'kernels': train.kernels_used(program)}
+    return {'needed_bytes': needed, 'kernels': kernels}
   fields = {name: getattr(memory, f'{name}_size_in_bytes') for name in _SIZES}
   fields |= {'peak': memory.peak_memory_in_bytes, 'seconds': time.monotonic() - start}
-  return fields | {'kernels': train.kernels_used(program)}
+  return fields | {'kernels': kernels}
 
 
 _SIZES = ('argument', 'output', 'alias', 'temp', 'host_argument', 'host_output', 'host_alias', 'host_temp')
