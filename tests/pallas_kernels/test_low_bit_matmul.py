@@ -1,23 +1,47 @@
-"""The TPU kernel, interpreted, against the reference; the reference against the weights' own decoding."""
+"""Each kernel, interpreted, against the reference; the reference against the weights' own decoding."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import dispatch
+from pallas_kernels.low_bit_matmul import gpu, reference, tiling, tpu
 from pallas_kernels.low_bit_matmul import layout as layouts
-from pallas_kernels.low_bit_matmul import reference, tiling, tpu
 from qjax import kernels, ops
 from qjax.ops import Numerics
 from qjax.precision import policy
 from qjax.quant.qtensor import QTensor, dequantize, per_column, quantize
 
-SCHEMES = (
-  'nf4:block=64', 'nf4:block=32,dq', 'fp4:block=128', 'int4:block=32', 'int4:block=64,asym',
-  'int4:axis=channel', 'int4:axis=tensor',
-  'nf2:block=64', 'int2:block=128', 'int8:axis=channel', 'int8:block=64',
-)  # fmt: skip
-SHAPES = ((1, 64, 128), (7, 131, 127), (17, 576, 64), (64, 1536, 131), (5, 127, 7), (127, 17, 1))
+# (scheme, (M, K, N), dtype of x): every format, every granularity, blocks of 32, 64 and 128, sizes that tiles
+# divide, and sizes that nothing divides.
+CASES = (
+  ('nf4:block=64', (1, 64, 128), 'bfloat16'),
+  ('nf4:block=64', (7, 131, 127), 'float32'),
+  ('nf4:block=32,dq', (64, 1536, 131), 'bfloat16'),
+  ('bnb_fp4:block=64', (5, 127, 7), 'float32'),
+  ('fp4:block=128', (17, 576, 64), 'bfloat16'),
+  ('nf3:block=64', (17, 576, 64), 'float32'),
+  ('nf3:block=128', (7, 131, 127), 'bfloat16'),
+  ('nf2:block=64', (7, 131, 127), 'float32'),
+  ('int4:block=32', (64, 131, 17), 'bfloat16'),
+  ('int4:block=64,asym', (7, 131, 127), 'float32'),
+  ('int4:axis=channel', (20, 1300, 520), 'float32'),
+  ('int4:axis=tensor', (127, 17, 1), 'bfloat16'),
+  ('int4:tile=64x32', (7, 131, 127), 'float32'),
+  ('int3:block=32', (1, 1536, 64), 'float32'),
+  ('int3:axis=channel', (7, 131, 127), 'bfloat16'),
+  ('int2:block=128', (64, 576, 131), 'float32'),
+  ('int8:axis=channel', (33, 1536, 600), 'bfloat16'),
+  ('int8:block=64', (7, 131, 127), 'float32'),
+  ('int8:axis=channel,asym', (17, 127, 131), 'float32'),
+)
+# Half the distance between neighbours at 1.
+ROUNDING = {'float32': 2.0**-24, 'bfloat16': 2.0**-9, 'float16': 2.0**-12}
 
 
 def draw(*shape: int, seed: int = 0, dtype: str = 'float32') -> jax.Array:
@@ -28,114 +52,210 @@ def raw(q: QTensor) -> tuple:
   return q.codes, per_column(q.scales, q.scheme, q.shape[-1]), q.offset, kernels.layout_of(q)
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('scheme', SCHEMES)
-def test_the_reference_decodes_the_weight(scheme: str, shape: tuple[int, int, int]):
+@pytest.mark.parametrize(('scheme', 'shape', 'dtype'), CASES)
+def test_the_reference_decodes_the_weight(scheme: str, shape: tuple[int, int, int], dtype: str):
   q = quantize(draw(*shape[1:]), scheme)
   np.testing.assert_array_equal(reference.dequantize(*raw(q)), dequantize(q))
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-def test_planes_are_taken_apart_and_joined(shape: tuple[int, int, int]):
-  tokens, k, _ = shape
-  for bits in (8, 4, 2):
-    layout = layouts.Layout(k, 64, bits)
-    x = draw(tokens, k)
-    joined = layouts.join(layouts.split(x, layout), layout)
-    np.testing.assert_array_equal(joined, x[:, : layout.blocks * layout.span])
+@pytest.mark.parametrize('inputs,block', [(44, 20), (9, 9)])
+def test_three_bits_of_blocks_that_no_byte_ends(inputs: int, block: int):
+  q = quantize(draw(inputs, 5), f'int3:block={block}')
+  np.testing.assert_array_equal(reference.dequantize(*raw(q)), dequantize(q))
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize(
-  'scheme,shape',
-  [(scheme, SHAPES[1]) for scheme in SCHEMES] + [('nf4:block=64', shape) for shape in SHAPES]
-  + [('int8:axis=channel', (33, 1536, 600)), ('int4:axis=channel', (20, 1300, 520))],
-)  # fmt: skip
-def test_both_products_are_those_of_the_reference(scheme: str, shape: tuple[int, int, int], dtype: str):
-  tokens, k, n = shape
-  q = quantize(draw(k, n), scheme)
-  x, g = draw(tokens, k, seed=1, dtype=dtype), draw(tokens, n, seed=2, dtype=dtype)
-  w = np.abs(np.asarray(dequantize(q)))
-  for kernel, plain, given, size in (
-    (tpu.matmul, reference.matmul, x, w),
-    (tpu.matmul_transposed, reference.matmul_transposed, g, w.T),
+def test_planes_are_taken_apart_and_joined():
+  for tokens, k in ((1, 64), (7, 131), (17, 576), (127, 17)):
+    for bits in (8, 4, 3, 2):
+      layout = layouts.Layout(k, 64, bits)
+      x = draw(tokens, k)
+      joined = layouts.join(layouts.split(x, layout), layout)
+      np.testing.assert_array_equal(joined, x[:, : layout.blocks * layout.span])
+
+
+class Contract:
+  """What every kernel keeps. A subclass names the platform, whose row of the table is tested."""
+
+  platform: str
+  half: tuple[str, ...] = ()
+
+  @property
+  def products(self) -> dict[str, Callable[..., jax.Array]]:
+    (row,) = (r for r in dispatch.TABLE if r.op == dispatch.LOW_BIT and r.platform == self.platform)
+    return dict(row.products)
+
+  def check(self, scheme: str, shape: tuple[int, int, int], dtype: str) -> None:
+    tokens, k, n = shape
+    q = quantize(draw(k, n), scheme)
+    w = np.abs(np.asarray(dequantize(q), np.float64))
+    for name, size in (('matmul', w), ('matmul_transposed', w.T)):
+      given = draw(tokens, size.shape[0], seed=1, dtype=dtype)
+      found = self.products[name](given, *raw(q), interpret=True)
+      wanted = getattr(reference, name)(given, *raw(q))
+      assert found.dtype == jnp.float32 and found.shape == wanted.shape
+      # Both add up |x| · |w| in float32, in their own orders. A decoded weight is rounded once in either, but
+      # its product and sum in float32 may be fused in one, after which the roundings may differ by a step. An
+      # offset may be larger than what is left after it is added: what is lost there counts, too.
+      total = np.abs(np.asarray(given, np.float64)) @ size
+      unit = 2.0**-24 * (size.shape[0] + 2) + 2 * ROUNDING[dtype]
+      lost = 0.0
+      if q.offset is not None:
+        lost = 2.0**-22 * float(jnp.max(jnp.abs(q.offset))) * np.sum(np.abs(given), axis=1, keepdims=True)
+      assert np.all(np.abs(found - wanted) <= unit * total + np.asarray(lost) + 1e-30)
+      np.testing.assert_array_equal(found, self.products[name](given, *raw(q), interpret=True))
+
+  @pytest.mark.parametrize(('scheme', 'shape', 'dtype'), CASES)
+  def test_both_products_are_those_of_the_reference(
+    self, scheme: str, shape: tuple[int, int, int], dtype: str
   ):
-    found, wanted = kernel(given, *raw(q), interpret=True), plain(given, *raw(q))
-    assert found.dtype == jnp.float32 and found.shape == wanted.shape
-    # The same rounded factors; float32 sums in another order, of magnitudes that add up to |x| · |w|. Planes
-    # may be fused into the scale's product, which rounds once more before bfloat16.
-    total = np.abs(np.asarray(given, np.float64)) @ size
-    unit = 2.0**-24 * size.shape[0] if dtype == 'float32' else 2.0**-9
-    assert np.all(np.abs(found - wanted) <= unit * total + 1e-30)
-    np.testing.assert_array_equal(found, kernel(given, *raw(q), interpret=True))
+    self.check(scheme, shape, dtype)
+
+  def test_in_half_precision(self):
+    for dtype in self.half:
+      self.check('nf4:block=64', (7, 131, 127), dtype)
+
+  def test_integers_add_up_exactly(self):
+    # 127 everywhere: every partial sum is a whole number below 2^24 times one scale.
+    q = quantize(jnp.full((1024, 130), 127.0), 'int8:axis=channel')
+    y = self.products['matmul'](jnp.ones((16, 1024)), *raw(q), interpret=True)
+    np.testing.assert_array_equal(y, jnp.full((16, 130), 127.0 * 1024))
+
+  def test_what_lies_beside_the_weight_is_not_read(self):
+    # Of the last block one input exists; its other codes are zeros, which stand for -1 in this table.
+    q = quantize(jnp.ones((65, 3)), 'nf4:block=64')
+    dx = self.products['matmul_transposed'](jnp.ones((2, 3)), *raw(q), interpret=True)
+    np.testing.assert_array_equal(dx, jnp.full((2, 65), 3.0))
+    y = self.products['matmul'](jnp.ones((2, 65)), *raw(q), interpret=True)
+    np.testing.assert_array_equal(y, jnp.full((2, 3), 65.0))
+
+  def test_dot_uses_it_under_jit_scan_remat_and_vmap(self, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatch, 'target_platform', lambda: self.platform)
+    stack = jax.vmap(lambda w: quantize(w, 'nf4:block=64'))(draw(3, 64, 64))
+    x = draw(2, 5, 64, seed=1)
+
+    def total(x: jax.Array, name: str) -> jax.Array:
+      how = Numerics(policy(), name)
+      layer = jax.checkpoint(lambda x, q: ops.dot(x, q, how, path='layers/mlp/down/kernel'))
+      return jnp.sum(jax.lax.scan(lambda x, q: (layer(x, q) * 0.1, None), x, stack)[0])
+
+    def both(name: str) -> Callable[[jax.Array], Any]:
+      return jax.vmap(jax.value_and_grad(lambda x: total(x, name)))
+
+    text = str(jax.make_jaxpr(both('pallas_interpret'))(x))
+    assert 'low_bit_matmul' in text and 'low_bit_matmul_transposed' in text
+    found, wanted = jax.jit(both('pallas_interpret'))(x), jax.jit(both('xla'))(x)
+    # Three layers that each add up 64 products of numbers near 1, and shrink by 0.1.
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-4, atol=1e-6)
 
 
-def test_integers_add_up_exactly():
-  # 127 everywhere: every partial sum is a whole number below 2^24 times one scale.
-  q = quantize(jnp.full((1024, 130), 127.0), 'int8:axis=channel')
-  x = jnp.ones((16, 1024))
-  np.testing.assert_array_equal(tpu.matmul(x, *raw(q), interpret=True), jnp.full((16, 130), 127.0 * 1024))
+class TestTPU(Contract):
+  platform = 'tpu'
+
+  @pytest.mark.parametrize('name', ['matmul', 'matmul_transposed'])
+  def test_no_races_and_no_reads_out_of_bounds(self, name: str, capsys: pytest.CaptureFixture):
+    # Several tiles along each axis. What a tile holds beyond an array is NaN, which the mask must drop.
+    q = quantize(draw(600, 520), 'int8:axis=channel')
+    given = draw(17, 600 if name == 'matmul' else 520, seed=1)
+    how = pltpu.InterpretParams(detect_races=True)
+    found = self.products[name](given, *raw(q), interpret=how)
+    wanted = getattr(reference, name)(given, *raw(q))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(wanted))))
+    assert 'RACE' not in capsys.readouterr().out.upper()
+
+  def test_tiles_cover_what_a_tpu_addresses(self):
+    for k in (17, 64, 576, 1536, 4096, 11008):
+      for block in (32, 64, 128, k):
+        for bits in (8, 4, 3, 2):
+          layout = layouts.Layout(k, block, bits)
+          if tpu.obstacle(layout) is not None:
+            continue
+          tiles = tiling.choose(2048, 4096, layout)
+          assert tiles.rows == layout.rows or tiles.rows % tiling.LANES == 0
+          assert tiles.scales == layout.blocks or tiles.scales % tiling.SUBLANES == 0 or layout.blocks == 1
 
 
-@pytest.mark.parametrize('scheme', ['nf4:block=64', 'int8:axis=channel'])
-def test_dot_uses_it_forward_and_backward(scheme: str):
-  q, x = quantize(draw(128, 96), scheme), draw(2, 9, 128, seed=1)
+class TestGPU(Contract):
+  platform = 'gpu'
+  half = ('float16',)
+
+  def test_tiles_are_powers_of_two_that_cover_the_weight(self):
+    for k in (17, 64, 131, 576, 1536, 4096):
+      for block in (8, 32, 40, 64, 128, k):
+        for bits in (8, 4, 3, 2):
+          for transposed in (False, True):
+            layout = layouts.Layout(k, block, bits)
+            tiles = tiling.choose_gpu(7, 600, layout, 2, transposed)
+            for size in (tiles.tokens, tiles.rows, tiles.columns):
+              assert size >= tiling.LEAST and size & (size - 1) == 0
+            assert tiles.tiles_of_block(layout) * tiles.rows >= layout.rows_of_block
+
+  def test_few_rows_are_the_work_of_many_programs(self):
+    layout = layouts.Layout(4096, 64, 4)
+    for transposed in (False, True):
+      assert tiling.choose_gpu(1, 4096, layout, 2, transposed).splits > 1
+      assert tiling.choose_gpu(4096, 4096, layout, 2, transposed).splits == 1
+
+  def test_shares_of_the_summed_axis_add_up(self):
+    # 49 tiles of rows in 12 shares of 5: the last ones have less, and one holds the shorter last block.
+    self.check('nf4:block=32', (1, 1553, 64), 'float32')
+
+
+@pytest.mark.parametrize('path,scheme', [
+  ('layers/mlp/up/kernel', 'nf4:block=64'), ('layers/mlp/down/kernel', 'int4:block=32,asym'),
+  ('layers/mlp/down/kernel', 'int8:axis=channel'), ('layers/mlp/down/kernel', 'nf4:block=96'),
+])  # fmt: skip
+def test_each_device_of_a_mesh_multiplies_its_part(path: str, scheme: str):
+  mesh = jax.make_mesh((2, 2, 2), ('data', 'fsdp', 'tensor'), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+  q, x = quantize(draw(256, 128), scheme), draw(4, 3, 256, seed=1)
 
   def loss(x: jax.Array, name: str) -> jax.Array:
-    y = ops.dot(x, q, Numerics(policy(), name), path='layers/mlp/down/kernel')
-    return jnp.sum(jnp.sin(y))
+    y = ops.dot(x, q, Numerics(policy(), name), path=path)
+    return jnp.sum(jnp.sin(0.1 * y))
 
-  plain, kernel = (jax.value_and_grad(loss)(x, name) for name in ('xla', 'pallas_interpret'))
-  np.testing.assert_allclose(kernel[0], plain[0], rtol=1e-5)
-  # y is near 20, so both cos(y) and y err by up to 1e-5, and 96 of them add up to a gradient.
-  np.testing.assert_allclose(kernel[1], plain[1], rtol=1e-4, atol=2e-4)
-  text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(x, 'pallas_interpret'))
-  assert 'low_bit_matmul' in text and 'low_bit_matmul_transposed' in text
-
-
-def test_under_scan_vmap_and_remat():
-  stack = jax.vmap(lambda w: quantize(w, 'nf4:block=64'))(draw(3, 64, 64))
-  x = draw(5, 64, seed=1)
-
-  def total(x: jax.Array, name: str) -> jax.Array:
-    how = Numerics(policy(), name)
-    layer = jax.checkpoint(lambda x, q: ops.dot(x, q, how, path='layers/mlp/down/kernel'))
-    return jnp.sum(jax.lax.scan(lambda x, q: (layer(x, q) * 0.1, None), x, stack)[0])
-
-  for transform in (lambda f: f, lambda f: jax.vmap(f)):
-    given = x if transform(total) is total else jnp.stack([x, 2 * x])
-    found, wanted = (
-      jax.jit(transform(jax.grad(lambda x, name=name: total(x, name))))(given)
-      for name in ('pallas_interpret', 'xla')
-    )
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+  wanted = jax.value_and_grad(loss)(x, 'xla')
+  with jax.set_mesh(mesh):
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    text = step.lower(x, 'pallas_interpret').as_text()
+    found = step(x, 'pallas_interpret')
+  assert 'manual_computation' in text or 'shmap_body' in text
+  np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4)
+  # 0.1 · y is near 2 and errs by up to 1e-5; the gradient adds up 128 such terms.
+  np.testing.assert_allclose(found[1], wanted[1], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-  'scheme,compute,says',
+  'name,scheme,compute,says',
   [
-    ('int3:block=32', 'bfloat16', 'not of 8, 4 or 2 bits'),
-    ('fp8_e4m3:axis=channel', 'bfloat16', 'not of 8, 4 or 2 bits'),
-    ('int4:tile=32x8', 'bfloat16', 'tiles'),
-    ('int4:block=8', 'bfloat16', 'rows of bytes'),
-    ('nf4:block=64', 'float16', 'no products in float16'),
+    ('pallas_tpu', 'fp8_e4m3:axis=channel', 'bfloat16', 'patterns of floats'),
+    ('pallas_gpu', 'fp8_e4m3:axis=channel', 'bfloat16', 'patterns of floats'),
+    ('pallas_tpu', 'int4:block=8', 'bfloat16', 'rows of bytes'),
+    ('pallas_tpu', 'nf4:block=64', 'float16', 'no products in float16, only in bfloat16, float32'),
+    ('pallas', 'nf4:block=64', 'bfloat16', 'runs on a cpu.*pallas_interpret runs here'),
   ],
 )
-def test_what_the_kernel_cannot_do_is_said_and_auto_goes_on(scheme: str, compute: str, says: str):
+def test_what_a_kernel_cannot_do_is_said_and_auto_goes_on(name: str, scheme: str, compute: str, says: str):
   q, x = quantize(draw(64, 16), scheme), draw(3, 64, dtype=compute)
-  with pytest.raises(NotImplementedError, match=says):
-    ops.dot(x, q, Numerics(policy(compute=compute), 'pallas'), path='layers/mlp/down/kernel')
+  with pytest.raises(NotImplementedError, match=f"kernels = '{name}'.*{says}.*use kernels = 'auto' or 'xla'"):
+    ops.dot(x, q, Numerics(policy(compute=compute), name), path='layers/mlp/down/kernel')
   y = ops.dot(x, q, Numerics(policy(compute=compute)), path='layers/mlp/down/kernel')
   assert np.isfinite(np.asarray(y, np.float32)).all()
 
 
-def test_tiles_cover_what_a_tpu_addresses():
-  for k in (17, 64, 576, 1536, 4096, 11008):
-    for block in (32, 64, 128, k):
-      for bits in (8, 4, 2):
-        layout = layouts.Layout(k, block, bits)
-        if layout.blocks > 1 and layout.rows_of_block % tiling.SUBLANES:
-          continue
-        tiles = tiling.choose(2048, 4096, layout)
-        assert tiles.rows == layout.rows or tiles.rows % tiling.LANES == 0
-        assert tiles.scales == layout.blocks or tiles.scales % tiling.SUBLANES == 0 or layout.blocks == 1
+@pytest.mark.parametrize('platform', ['tpu', 'gpu'])
+def test_the_default_goes_by_the_platform_compiled_for(platform: str):
+  q = quantize(draw(64, 16), 'nf4:block=64')
+  layout = kernels.layout_of(q)
+  found = dispatch.choose(dispatch.LOW_BIT, 'auto', layout, 'bfloat16', platform=platform)
+  assert found is not None and found.implementation.platform == platform and not found.interpret
+  assert dispatch.choose(dispatch.LOW_BIT, 'auto', layout, 'bfloat16', platform='cpu') is None
+  assert dispatch.choose(dispatch.LOW_BIT, 'xla', layout, 'bfloat16', platform=platform) is None
+  half = dispatch.choose(dispatch.LOW_BIT, 'auto', layout, 'float16', platform=platform)
+  assert (half is None) == (platform == 'tpu')
+
+
+def test_kernels_say_what_they_cost():
+  q, x = quantize(draw(4096, 512), 'nf4:block=64'), jnp.zeros((256, 4096), jnp.bfloat16)
+  for module in (tpu, gpu):
+    text = str(jax.make_jaxpr(lambda x, module=module: module.matmul(x, *raw(q)))(x))
+    assert f'flops={2 * 256 * 4096 * 512}' in text
