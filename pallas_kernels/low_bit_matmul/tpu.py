@@ -100,14 +100,18 @@ def _backward_kernel(
     dx_ref[...] = total_ref[...].astype(dx_ref.dtype)
 
 
-def _weight_specs(tiles: Tiling, layout: Layout, where: Any, has_offset: bool) -> list[pl.BlockSpec]:
-  """Of codes, scales and offsets; `where` maps grid indices to (tile of rows, tile of columns)."""
+def _weight_specs(layout: Layout, tiles: Tiling, where: Any, has_offset: bool) -> list[pl.BlockSpec]:
+  """Of codes, scales and offsets; `where` maps grid indices to (tile of rows, tile of columns).
+
+  One row of scales serves all tiles of rows.
+  """
+
+  def where_scales(*indices: Any) -> tuple[Any, Any]:
+    row, column = where(*indices)
+    return (0 if layout.blocks == 1 else row), column
+
   codes = pl.BlockSpec((tiles.byte_rows, tiles.columns), where)
-  # One block may reach over many tiles of rows, which then share its scales.
-  is_shared = tiles.scales == layout.blocks
-  scale = pl.BlockSpec(
-    (tiles.scales, tiles.columns), lambda *at: (0, where(*at)[1]) if is_shared else where(*at)
-  )
+  scale = pl.BlockSpec((tiles.scales, tiles.columns), where_scales)
   return [codes, scale] + ([scale] if has_offset else [])
 
 
@@ -182,7 +186,7 @@ def matmul(
     grid=grid,
     in_specs=[
       pl.BlockSpec((layout.planes, tiles.tokens, tiles.rows), lambda i, j, k: (0, i, k)),
-      *_weight_specs(tiles, layout, lambda i, j, k: (k, j), offset is not None),
+      *_weight_specs(layout, tiles, lambda i, j, k: (k, j), offset is not None),
     ],
     out_specs=pl.BlockSpec((tiles.tokens, tiles.columns), lambda i, j, k: (i, j)),
     out_shape=jax.ShapeDtypeStruct((tokens, outputs), jnp.float32),
@@ -222,7 +226,7 @@ def matmul_transposed(
     grid=grid,
     in_specs=[
       pl.BlockSpec((tiles.tokens, tiles.columns), lambda i, k, n: (i, n)),
-      *_weight_specs(tiles, layout, lambda i, k, n: (k, n), offset is not None),
+      *_weight_specs(layout, tiles, lambda i, k, n: (k, n), offset is not None),
     ],
     out_specs=pl.BlockSpec(block, lambda i, k, n: (0, i, k)),
     out_shape=jax.ShapeDtypeStruct((layout.planes, tokens, layout.rows), jnp.float32),

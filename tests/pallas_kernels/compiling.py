@@ -37,7 +37,8 @@ def products(chip: str, cases: Sequence[tuple[str, str, int, int, int]]) -> dict
   wrong = {}
   with jax.set_mesh(mesh):
     for scheme, dtype, tokens, k, n in cases:
-      w = jax.eval_shape(lambda w, scheme=scheme: quantize(w, scheme), jnp.zeros((k, n)))
+      plain = jax.ShapeDtypeStruct((k, n), jnp.float32)
+      w = jax.eval_shape(lambda w, scheme=scheme: quantize(w, scheme), plain)
       scale = jax.eval_shape(lambda w: per_column(w.scales, w.scheme, w.shape[-1]), w)
       choice = kernels.choose(w, dtype, 'pallas')
       assert choice is not None
