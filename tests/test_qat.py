@@ -330,9 +330,10 @@ def test_devices_and_micro_batches_change_no_loss(home: Path, method: str, more:
     return [row['loss'] for row in metrics]
 
   one = losses()
-  # Sums in another order move a weight by an ulp, and that may move a code by one.
-  np.testing.assert_allclose(losses(mesh__data=2, mesh__fsdp=2), one, rtol=2e-4)
-  np.testing.assert_allclose(losses(micro_batch=1), one, rtol=2e-4)
+  # Sums in another order move a weight by an ulp, and that may move a code by one: 0.2 % of the loss here.
+  for found in (losses(mesh__data=2, mesh__fsdp=2), losses(micro_batch=1)):
+    np.testing.assert_allclose(found[0], one[0], rtol=2e-5)
+    np.testing.assert_allclose(found, one, rtol=5e-3)
 
 
 def test_an_adapter_inside_a_quantizer_needs_little_more_than_one_beside(tmp_path: Path):
