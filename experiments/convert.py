@@ -20,7 +20,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import cli
-from qjax import build, checkpoint, convert, records, train, trees
+from qjax import build, checkpoint, convert, records, storage, train, trees
 from qjax.errors import UserError
 from qjax.evaluate import Score
 from qjax.io import native
@@ -46,6 +46,10 @@ def main(argv: list[str]) -> int:
   run = build.run(ConfigDict(record['config']), workdir)
   if changed := checkpoint.differences(record['meaning'], run.meaning):
     raise UserError(f'{workdir} was trained on something else than is there now:\n  ' + '\n  '.join(changed))
+  if _MERGE.value:
+    storage.scheme_of(_MERGE.value, '--merge')
+    if run.method.trainable.lora is None:
+      raise UserError(f'--merge: there is no adapter to merge; {run.method.name} trained none')
   run = dataclasses.replace(run, method=dataclasses.replace(run.method, distillation=None))  # no teacher
   with stage('reading the model'):
     trainable, frozen = train.prepare(run)
@@ -68,6 +72,9 @@ def main(argv: list[str]) -> int:
   what = {'name': source.name, 'fingerprint': source.fingerprint, 'run': str(workdir), 'step': step}
   origin = what | {name: record.get(name) for name in ('config', 'meaning', 'trained')}
   origin |= {'nll': {'trained': trained.nll, 'stored': stored.nll}}
+  if _MERGE.value:
+    kept = {path: [float(share) for share in each] for path, each in survived.items()}
+    origin |= {'merge': _MERGE.value, 'survived': kept}
   model = native.QuantizedModel(source.config, variables, numerics.activations, source.tokenizer, origin)
   nbytes = native.save(model, out)
   print(f'{out}: step {step}, {human_bytes(nbytes)} of {human_bytes(4 * source.config.num_parameters)}')

@@ -289,6 +289,9 @@ def _table(config: ConfigDict, plans: Sequence[Plan]) -> Table:
   table.add_section()
   if any(plan.host_bytes for plan in plans):
     table.add_row('host memory', *(_gib(plan.host_bytes) for plan in plans))
+    table.add_row('copied from it a step', *(_gib(plan.host_traffic_bytes) for plan in plans))
+    hidden = (f'{plan.hiding_tokens:,.0f}' if plan.hiding_tokens else '–' for plan in plans)
+    table.add_row('tokens at a time that hide it', *hidden)
   table.add_row('peak', *(_gib(plan.peak_bytes) for plan in plans))
   table.add_row('has', *(_gib(plan.capacity_bytes) for plan in plans))
   table.add_row('fits', *('yes' if plan.fits else 'no' for plan in plans))

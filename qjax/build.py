@@ -676,7 +676,7 @@ def adapters_of(workdir: Path, source: Source) -> Any:
   if meaning['model']['fingerprint'] != source.fingerprint:
     raise UserError(f'{workdir} trained another model than {source.name}')
   lora, precise = meaning['config']['lora'], meaning['config']['precision']
-  if meaning['config']['method'] == 'qat_lora':
+  if meaning['config']['method'] in ('qat_lora', 'targeted'):
     raise UserError(f'the adapters of {workdir} act inside a quantizer; experiments.convert merges them')
   if lora is None:
     raise UserError(f'{workdir} trained no adapters, but by the method {meaning["config"]["method"]!r}')

@@ -19,6 +19,7 @@ from qjax.quant import verify
 from qjax.quant.fake import FakeQuantized, Slices
 from qjax.quant.formats import Scheme
 from qjax.quant.qtensor import QTensor, dequantize, is_at_rest, is_qtensor
+from qjax.sharding import fetch
 from qjax.storage import Rules
 
 Tree = Any
@@ -100,7 +101,7 @@ def merge(
     progress(path)
     each, shares = [], []
     for layer in range(shapes[path][0]):
-      base, own = jax.tree.map(lambda x, layer=layer: x[layer], (params[path], adapter))
+      base, own = _layer((params[path], adapter), layer)
       w = dequantize(base) if isinstance(base, QTensor) else base.astype(jnp.float32)
       delta = own.delta()
       each.append(storage.rest(np.asarray(w + delta), kinds[path], path))
@@ -111,13 +112,18 @@ def merge(
   return rest | {'params': trees.nest(params)}, survived
 
 
+def _layer(stacks: Tree, layer: int) -> Tree:
+  """One layer of stacks, on the device also where they wait in host memory."""
+  return fetch(jax.tree.map(lambda x: x[layer], stacks))
+
+
 def _merged(
   stack: Any, high: jax.Array | None, adapter: adapters.Adapter | None, scheme: Scheme, gradient: str
 ) -> QTensor:
   """A stack of weights as the products saw them, layer by layer."""
   each = []
   for layer in range(stack.shape[0]):
-    base, own_high, own = jax.tree.map(lambda x, layer=layer: x[layer], (stack, high, adapter))
+    base, own_high, own = _layer((stack, high, adapter), layer)
     each.append(_quantized(FakeQuantized(base, own_high, own, None, scheme, gradient)))
   return jax.tree.map(lambda *layers: jnp.stack(layers), *each)
 

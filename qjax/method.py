@@ -152,6 +152,8 @@ class Method:
     return next(matches, 'device')
 
   def _check_placement(self, projections: list[str]) -> None:
+    if self.distillation is not None and any(memory == 'host' for _, memory in self.placement):
+      raise UserError('placement: the teacher of distill rests whole on the device; use one or the other')
     for pattern, memory in self.placement:
       if memory not in MEMORY:
         raise UserError(f'placement: {pattern!r} names the memory {memory!r}{nearest(memory, MEMORY)}')

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qjax import liveness, operations, sharding, train, trees
+from qjax import chips, liveness, operations, sharding, train, trees
 from qjax.chips import GIB, Chip
 from qjax.errors import UserError
 from qjax.liveness import Liveness
@@ -62,6 +62,8 @@ class Plan:
     step_seconds: the least time of a step, None where the chip's rates are not known.
     tokens: of a step.
     kernels: implementations of 'matmul' and 'attention' that the numbers are for.
+    host_traffic_bytes: that a step copies from host memory.
+    hiding_tokens: at a time, from which the products take longer than these copies; None without copies.
   """
 
   chip: str
@@ -73,6 +75,8 @@ class Plan:
   step_seconds: float | None
   tokens: int
   kernels: Mapping[str, str]
+  host_traffic_bytes: int = 0
+  hiding_tokens: float | None = None
 
   @property
   def fits(self) -> bool:
@@ -96,6 +100,8 @@ class Plan:
       'step_seconds_bound': self.step_seconds,
       'tokens_per_second_bound': self.tokens_per_second,
       'kernels': dict(self.kernels),
+      'host_traffic_gib': self.host_traffic_bytes / GIB,
+      'hiding_tokens': self.hiding_tokens,
     }
 
 
@@ -158,6 +164,8 @@ class Traced:
     self._weights = trees.combine(args[0].trainable, args[1])
     self._trained = [leaf.shape for leaf in jax.tree.leaves(args[0].trainable)]
     self._state_bytes = trees.nbytes(args[0])
+    arrays = zip(jax.tree.leaves(args), self._labels, strict=True)
+    self._waiting_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf, label in arrays if label == HOST)
     self._read: dict[str, operations.Program] = {}
 
   @property
@@ -179,11 +187,8 @@ class Traced:
     moments = rules.moments(read.operations, {*read.arguments, *read.results}, read.results)
     fullest = max(moments, key=lambda moment: moment.nbytes)
     held: Counter[str] = Counter()
-    host = 0
     for argument in read.arguments:
-      if argument.label == HOST:
-        host += argument.nbytes
-      else:
+      if argument.label != HOST:
         held[argument.label] += size(argument)
     held.update(fullest.held)
     if chip.kind == 'tpu':
@@ -192,8 +197,8 @@ class Traced:
     for label, count in held.items():
       parts[_PART_OF.get(label, label)] += count
     return Plan(
-      chip.name, 'arithmetic', sum(parts.values()), host, capacity(chip), parts, self.step_seconds(chip),
-      self.tokens, train.kernels_used(self.program),
+      chip.name, 'arithmetic', sum(parts.values()), self._waiting_bytes, capacity(chip), parts,
+      self.step_seconds(chip), self.tokens, train.kernels_used(self.program), self.host_traffic_bytes, self.hiding_tokens(chip),
     )  # fmt: skip
 
   def _turned_bytes(self) -> int:
@@ -210,13 +215,27 @@ class Traced:
     """The least time of a step: products at the peak rate, or memory traffic at full bandwidth."""
     if not chip.flops or not chip.bandwidth:
       return None
-    read = self._for(chip.kind)
-    products = sum(
+    moved = operations.traffic(self._for(chip.kind).operations) + 2 * self._state_bytes
+    copies = self.host_traffic_bytes / chips.HOST_BANDWIDTH
+    return max(self._product_seconds(chip), moved / chip.bandwidth, copies)
+
+  def _product_seconds(self, chip: Chip) -> float:
+    return sum(
       count / chip.flops.get(dtype, chip.flops['float32'])
-      for dtype, count in operations.flops(read.operations).items()
+      for dtype, count in operations.flops(self._for(chip.kind).operations).items()
     )
-    moved = operations.traffic(read.operations) + 2 * self._state_bytes
-    return max(products, moved / chip.bandwidth)
+
+  @property
+  def host_traffic_bytes(self) -> int:
+    """What a step copies from host memory: all that waits there, twice for each micro-batch."""
+    return 2 * self.program.loop.accumulate * self._waiting_bytes
+
+  def hiding_tokens(self, chip: Chip) -> float | None:
+    """Tokens at a time from which products at the peak rate take longer than the copies from host memory."""
+    if not self._waiting_bytes or not chip.flops:
+      return None
+    seconds_a_token = self._product_seconds(chip) / self.tokens
+    return 2 * self._waiting_bytes / chips.HOST_BANDWIDTH / seconds_a_token
 
 
 def capacity(chip: Chip) -> int:

@@ -8,6 +8,7 @@ that blocks of quantized inputs stay whole.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +99,7 @@ def spec_for(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   left over of the rule still is.
   """
   spec = next(spec for pattern, spec in RULES if trees.is_match(pattern, path))
-  last = path.rsplit('/', 1)[-1]
+  last = re.sub(r'(/(mu|nu)/.*)/(codes|scale)$', r'\1', path).rsplit('/', 1)[-1]  # moments in 8 bits
   if last == 'a':  # adapter factors are [r, in] and [r, out]: the rank is never split
     spec = (None, spec[0]) if spec else ()
   elif last == 'b':

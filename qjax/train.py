@@ -286,8 +286,8 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
             record.update(status='failed', step=done)
             raise UserError(
                 f'{run.loop.max_skips} steps in a row had no finite gradient (loss '
-                f'{found_metrics["loss"]}, loss scale {found_metrics["loss_scale"]:g}). Weights and moments '
-                'are as they were before the first of them and are saved. Try a lower '
+                f'{found_metrics["loss"]}, loss scale {found_metrics["loss_scale"]:g}). '
+                f'{_KEPT[run.method.update.kind != "fused"]} Try a lower '
                 'optimizer.learning_rate, precision.compute=bfloat16, or look at the data'
             )
           if stop.signal_number is not None:
@@ -338,6 +338,13 @@ class HeldOut:
     """Of the variables that the two trees are together; `progress` hears how many batches are done."""
     placed = ({name: x[0] for name, x in place_batch(b, 1, self._mesh).items()} for b in self._batches)
     return evaluate.evaluate(self._step, trainable, frozen, placed, progress)
+
+
+# What a step without a finite gradient leaves, by whether gradients are all known before anything moves.
+_KEPT = {
+    True: 'Weights and moments are as they were before the first of them and are saved.',
+    False: "Layers above the first bad gradient have moved; optimizer.kind = 'fused_global' looks first.",
+}
 
 
 class _Stop(Exception):

@@ -58,7 +58,7 @@ TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)}
   'qjax.evaluate': Row((*_below('optim'), *_names('sharding data'))),
   'qjax.generate': Row((*_below('optim'), *_names('sharding data'))),
   'qjax.walk': Row(_below('optim')),
-  'qjax.convert': Row(_below('optim')),
+  'qjax.convert': Row((*_below('optim'), 'qjax.sharding')),
   'qjax.quantize': Row((*_below('optim'), *_names('data walk'))),
   'qjax.verification': Row((*_below('optim'), *_names('data io walk generate'))),
   'qjax.operations': Row(third_party=('jax', 'numpy')),  # knows jaxprs, and nothing of ours

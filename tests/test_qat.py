@@ -91,6 +91,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
   'adapters inside int4, bfloat16 base': ('qat_lora', dict(
     qat__weights='int4:axis=channel', storage__projections='bfloat16', qat__weight_gradient='lsq')),
   'targeted': ('targeted', dict(qat__weight_gradient='lsq')),
+  'adapters inside nf4, base on the host': ('qat_lora', dict(
+    qat__weights='nf4:block=32', placement__rules=(('.*', 'host'),))),
   'targeted adapters': ('targeted', dict(qat__weight_gradient='lsq', targeted__train='adapters')),
   'ranges alone': ('targeted', dict(
     qat__weight_gradient='lsq', targeted__train='ranges', optimizer__learning_rate=1e-3)),
@@ -391,6 +393,7 @@ def test_distillation_pulls_to_the_model_as_it_was(home: Path):
     ('qat', dict(qat__activation_gradient='lsq'), 'no activation has one'),
     ('qat', dict(qat__start_step=5, qat__freeze_step=5), 'no range would move'),
     ('qat_lora', dict(lora__dropout=0.1), 'set it to 0'),
+    ('qat_lora', dict(distill=True, placement__rules=(('.*', 'host'),)), 'one or the other'),
     ('targeted', dict(qat__weights='int4:axis=channel'), "set qat.weights = 'none'"),
     ('targeted', dict(qat__start_step=1), 'from the first step'),
     ('qat', dict(qat__observer='absmaxx'), "mean 'absmax'"),

@@ -67,6 +67,8 @@ def _normal(seed, *shape):
     ('optimizer/1/0/mu/lora/layers/attn/q/kernel/a', (3, 2, 16), P(None, None, None)),
     ('optimizer/1/0/nu/lora/layers/attn/o/kernel/a', (3, 2, 16), P(None, None, 'tensor')),
     ('optimizer/1/0/mu/params/layers/attn/q/kernel', (3, 16, 32), P(None, None, SPLIT)),
+    ('optimizer/0/mu/lora/layers/attn/o/kernel/a/codes', (3, 2, 16), P(None, None, 'tensor')),
+    ('optimizer/0/nu/lora/layers/attn/o/kernel/a/scale', (3, 2, 1), P(None, None, None)),
     ('optimizer/1/0/mu/params/embed/embedding', (32, 16), P('tensor', 'fsdp')),
     (
       'optimizer/0/v_row/layers/attn/o/kernel',
