@@ -198,7 +198,8 @@ class Traced:
       parts[_PART_OF.get(label, label)] += count
     return Plan(
       chip.name, 'arithmetic', sum(parts.values()), self._waiting_bytes, capacity(chip), parts,
-      self.step_seconds(chip), self.tokens, train.kernels_used(self.program), self.host_traffic_bytes, self.hiding_tokens(chip),
+      self.step_seconds(chip), self.tokens, train.kernels_used(self.program), self.host_traffic_bytes,
+      self.hiding_tokens(chip),
     )  # fmt: skip
 
   def _turned_bytes(self) -> int:
