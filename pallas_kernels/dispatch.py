@@ -35,7 +35,6 @@ class Implementation:
     name: 'pallas_tpu' or 'pallas_gpu'.
     platform: 'tpu' or 'gpu'.
     dtypes: names of the dtypes of activations that it takes.
-    formats: which codes it takes, in words.
     obstacle: why it can't serve a layout, None if it can.
     products: its functions by name, for instance 'matmul' and 'matmul_transposed'.
   """
@@ -44,7 +43,6 @@ class Implementation:
   name: str
   platform: str
   dtypes: tuple[str, ...]
-  formats: str
   obstacle: Callable[[Any], str | None]
   products: Mapping[str, Callable[..., jax.Array]]
 
@@ -68,15 +66,14 @@ class Choice:
 
 
 LOW_BIT = 'low_bit_matmul'
-_CODES = 'integers and tables of 8, 4, 3 and 2 bits'
 
 TABLE = (
   Implementation(
-    LOW_BIT, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'), _CODES, low_bit_tpu.obstacle,
+    LOW_BIT, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'), low_bit_tpu.obstacle,
     {'matmul': low_bit_tpu.matmul, 'matmul_transposed': low_bit_tpu.matmul_transposed},
   ),
   Implementation(
-    LOW_BIT, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'), _CODES, low_bit_gpu.obstacle,
+    LOW_BIT, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'), low_bit_gpu.obstacle,
     {'matmul': low_bit_gpu.matmul, 'matmul_transposed': low_bit_gpu.matmul_transposed},
   ),
 )  # fmt: skip

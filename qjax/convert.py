@@ -71,7 +71,6 @@ def merge(
   variables: Tree,
   rules: Rules,
   shapes: Mapping[str, tuple[int, ...]],
-  progress: Callable[[str], None] = lambda path: None,
 ) -> tuple[Tree, dict[str, np.ndarray]]:
   """{'params': …} with adapters added to their weights, which are then put to rest by rules.
 
@@ -82,7 +81,6 @@ def merge(
     variables: as `convert` gives them.
     rules: pattern over projections to a scheme or a dtype, for the weights that have an adapter.
     shapes: of every parameter, by path.
-    progress: called with each path before it is merged.
 
   Returns:
     The variables without 'lora', and how much of each adapter survived, [L] by path
@@ -98,7 +96,6 @@ def merge(
   kinds = trees.match_rules(rules, list(lora), 'merge')
   survived: dict[str, np.ndarray] = {}
   for path, adapter in lora.items():
-    progress(path)
     each, shares = [], []
     for layer in range(shapes[path][0]):
       base, own = _layer((params[path], adapter), layer)
