@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
 from qjax import files
-from qjax.errors import UserError
 
 Record = Mapping[str, Any]
 
@@ -37,10 +39,6 @@ img { max-width: 100%; }
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
   """A matplotlib figure that no window and no global state knows, and its axes."""
-  try:
-    from matplotlib.figure import Figure
-  except ImportError:
-    raise UserError("figures need matplotlib, which is not installed: pip install 'qjax[report]'") from None
   figure = Figure(figsize=(width, height), layout='constrained')
   return figure, figure.subplots()
 
@@ -212,8 +210,6 @@ def _heatmap(
 ) -> None:
   values = [[LEAST_KL if v is None else max(v, LEAST_KL) for v in row] for row in kl]
   figure, axes = _figure(3.2 + 1.2 * len(columns), 1.6 + 0.32 * len(names))
-  from matplotlib.colors import LogNorm
-
   flat = [value for row in values for value in row]
   low, high = min(flat), max(flat)
   norm = LogNorm(low, high if high > low else 10 * low)
@@ -355,11 +351,7 @@ def _figures(record: Record) -> dict[str, tuple[str, bytes]]:
 
 
 def write_verification(record: Record, directory: Path) -> None:
-  """Writes report.json (the record), report.md with its figures beside it, and report.html, which holds all.
-
-  Raises:
-    UserError: matplotlib is missing; nothing is written then.
-  """
+  """Writes report.json (the record), report.md with figures beside it, and report.html, which holds all."""
   record = files.plain(record)
   figures = _figures(record)
   markdown = verification_markdown(record)
@@ -390,9 +382,6 @@ def plan_picture(plans: Sequence[Record]) -> bytes:
   """A PNG of plans as `experiments.plan --json` prints them: what takes the room of each chip, as a stack.
 
   A line marks what the chip has.
-
-  Raises:
-    UserError: matplotlib is missing.
   """
   figure, axes = _figure(2.5 + 1.3 * max(len(plans), 3), 4.8)
   bottoms = [0.0] * len(plans)

@@ -426,7 +426,6 @@ def test_the_largest_batch_fits_and_one_more_does_not(directory: Path) -> None:
 
 
 def test_the_picture_is_a_png(directory: Path) -> None:
-  pytest.importorskip('matplotlib')
   found = traced(small.config(directory, 'lora'))
   png = report.plan_picture([{'config': 'a'} | found.plan(chip).record() for chip in (GPU, TPU)])
   assert png.startswith(b'\x89PNG') and len(png) > 5000
