@@ -6,17 +6,18 @@ the codes of inputs p · m to (p + 1) · m - 1 of the block. A last block that i
 Codes of three bits are two such runs of rows: the lower two bits of a block as above, then its highest bits,
 eight to a byte, in h = ceil(block / 8) rows: bit q of row j belongs to input q · h + j.
 
-Nothing is moved in memory to undo that. A product splits its inputs into planes instead, [planes, M, rows]:
-
-  y = Σ_p x_p · W_p        W_p [rows, N] is one plane, decoded, times the scales of its blocks
+A product undoes that in the tiles that it decodes, where rows of a plane are put back in their place.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Outputs whose scales share a step.
+GROUP = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Layout:
     bits: of a code, 8, 4, 3 or 2.
     levels: what codes stand for, or None for integers, code - bias.
     bias: 0 for 8 bits, whose codes are signed.
+    double_quantized: whether scales rest as `DoubleQuantized`, else they are float32.
   """
 
   inputs: int
@@ -36,6 +38,7 @@ class Layout:
   bits: int
   levels: tuple[float, ...] | None = None
   bias: int = 0
+  double_quantized: bool = False
 
   @property
   def low_bits(self) -> int:
@@ -82,24 +85,50 @@ class Layout:
     """Rows of bytes of all whole blocks."""
     return self.blocks * self.bytes_of_block
 
+  def nbytes(self, outputs: int) -> int:
+    """Of codes and scales of all whole blocks of [K, N]."""
+    return (self.byte_rows + (1 if self.double_quantized else 4) * self.blocks) * outputs
+
   @property
   def tail(self) -> 'Layout | None':
     """The shorter last block as a weight of its own, if there is one."""
     left = self.inputs - self.blocks * self.span
-    return dataclasses.replace(self, inputs=left, block=left) if left else None
+    return dataclasses.replace(self, inputs=left, block=left, double_quantized=False) if left else None
 
 
-def split(x: jax.Array, layout: Layout) -> jax.Array:
-  """The inputs x [M, K] of whole blocks as planes [planes, M, rows]; zeros fill up an odd block."""
-  m, planes = layout.rows_of_block, layout.planes
-  whole = x[:, : layout.blocks * layout.span].reshape(-1, layout.blocks, layout.span)
-  filled = jnp.pad(whole, ((0, 0), (0, 0), (0, planes * m - layout.span)))
-  parts = filled.reshape(-1, layout.blocks, planes, m)
-  return parts.transpose(2, 0, 1, 3).reshape(planes, -1, layout.rows)
+class DoubleQuantized(NamedTuple):
+  """Scales [blocks, N] in 8 bits: code · step[block, n // GROUP] + offset.
+
+  Attributes:
+    codes: int8 [blocks, N].
+    step: float32 [blocks, ceil(N / GROUP)].
+    offset: float32 [1, 1].
+  """
+
+  codes: jax.Array
+  step: jax.Array
+  offset: jax.Array
+
+  def of_blocks(self, start: int) -> Self:
+    """Those from a block on."""
+    return type(self)(self.codes[start:], self.step[start:], self.offset)
+
+
+# float32 [blocks, N or 1], or in 8 bits.
+Scales = jax.Array | DoubleQuantized
+
+
+def read_scales(scale: Scales) -> jax.Array:
+  """The float32 numbers [blocks, N or 1] that scales stand for."""
+  if not isinstance(scale, DoubleQuantized):
+    return scale
+  n = scale.codes.shape[1]
+  wide = jnp.repeat(scale.step, GROUP, axis=1, total_repeat_length=scale.step.shape[1] * GROUP)[:, :n]
+  return scale.codes.astype(jnp.float32) * wide + scale.offset
 
 
 def join(parts: jax.Array, layout: Layout) -> jax.Array:
-  """What `split` took apart: planes [planes, M, rows] as [M, K of whole blocks]."""
+  """Inputs plane by plane, [planes, M, rows], as they lie in the weight, [M, K of whole blocks]."""
   planes, count, _ = parts.shape
   m = layout.rows_of_block
   blocks = parts.reshape(planes, count, layout.blocks, m).transpose(1, 2, 0, 3)

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.low_bit_matmul.layout import Layout, codes_of, level_of
+from pallas_kernels.low_bit_matmul.layout import Layout, Scales, codes_of, level_of, read_scales
 
 
-def dequantize(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout) -> jax.Array:
-  """The weight float32 [K, N] of bytes [byte rows, N], float32 scales and offsets [blocks, N or 1]."""
+def dequantize(codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: Layout) -> jax.Array:
+  """The weight float32 [K, N] of bytes [byte rows, N], scales, and float32 offsets [blocks, N or 1]."""
+  scale = read_scales(scale)
   parts, tail = [], layout.tail
   for block in range(layout.blocks + (tail is not None)):
     own = layout if block < layout.blocks or tail is None else tail
@@ -19,7 +20,7 @@ def dequantize(codes: jax.Array, scale: jax.Array, offset: jax.Array | None, lay
 
 
 def matmul(
-  x: jax.Array, codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
+  x: jax.Array, codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: Layout
 ) -> jax.Array:
   """x [M, K] · W [K, N] as float32 [M, N]; W is rounded to the dtype of x, products add up in float32."""
   w = dequantize(codes, scale, offset, layout).astype(x.dtype)
@@ -27,7 +28,7 @@ def matmul(
 
 
 def matmul_transposed(
-  g: jax.Array, codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
+  g: jax.Array, codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: Layout
 ) -> jax.Array:
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], the gradient of the input."""
   w = dequantize(codes, scale, offset, layout).astype(g.dtype)

@@ -1,58 +1,173 @@
-"""How a product is cut into tiles on a TPU, and on a GPU."""
+"""How a product is cut into tiles: on a TPU by the bytes that each cut moves, and on a GPU by its shape."""
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Iterator
 
 from pallas_kernels.low_bit_matmul.layout import Layout
 
-# Rows of a plane, columns and rows of x that a tile aims at.
-ROWS, COLUMNS, TOKENS = 256, 512, 256
-# A register holds 8 sublanes of 128 lanes of float32.
-SUBLANES, LANES = 8, 128
+# A register of a TPU holds 8 sublanes of 128 lanes of float32; bytes of 32 sublanes share it.
+SUBLANES, LANES, BYTE_SUBLANES = 8, 128, 32
 # Rows of bfloat16 that a register holds.
 FEWEST_TOKENS = 16
+# Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
+VMEM_BYTES = 44 * 2**20
+# What a step of the grid costs beside its work, in bytes that could be moved meanwhile: about a third of a
+# microsecond.
+STEP_BYTES = 2**18
+# The same for decoding one code: about 25 instructions for a value of a table of 16.
+DECODE_BYTES = 4
+# Rows of x that one product of registers takes; a larger tile is walked through in a loop.
+STEP_TOKENS = 256
+# Blocks, rows of one long block and columns that are decoded at once, likewise.
+STEP_BLOCKS, STEP_ROWS, STEP_COLUMNS = 8, 256, 256
+# Inputs and outputs that a tile may hold where the axis is not cut.
+MOST_INPUTS, MOST_COLUMNS = 16384, 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """Sizes of a tile on a TPU.
+  """Sizes of a tile on a TPU, and in which order tiles are walked.
 
   Attributes:
     tokens: rows of x or of g.
-    rows: rows of one plane of a weight.
+    rows: rows of one plane of a weight, whole blocks or a part of the only one.
     columns: outputs.
-    scales: rows of scales that belong to the rows.
-    byte_rows: rows of bytes that hold the rows.
+    weight_stays: whether tiles of x follow each other below one tile of the weight, which then is decoded
+      once if the summed axis is not cut; else tiles of the weight follow each other below one of x.
   """
 
   tokens: int
   rows: int
   columns: int
-  scales: int
-  byte_rows: int
+  weight_stays: bool = False
+
+  def blocks(self, layout: Layout) -> int:
+    """Blocks of a tile: rows of scales."""
+    return 1 if layout.blocks == 1 else self.rows // layout.rows_of_block
+
+  def byte_rows(self, layout: Layout) -> int:
+    """Rows of bytes that hold the rows."""
+    return self.blocks(layout) * layout.bytes_of_block if layout.bits == 3 else self.rows
+
+  def runs(self, layout: Layout) -> tuple[int, int]:
+    """Runs of consecutive inputs that a tile holds, and the length of each.
+
+    The planes of whole blocks together are one run; of a part of one block each plane is a run.
+    """
+    if layout.blocks == 1:
+      return layout.planes, self.rows
+    return 1, layout.planes * self.rows
+
+  def grid(self, tokens: int, outputs: int, layout: Layout, transposed: bool) -> tuple[int, int, int]:
+    """Tiles of x, of the result across, and of the summed axis."""
+    down, along, across = -(-tokens // self.tokens), layout.rows // self.rows, -(-outputs // self.columns)
+    return (down, along, across) if transposed else (down, across, along)
+
+  def copies(self, grid: tuple[int, int, int]) -> tuple[int, int]:
+    """Tiles of x and of the weight that are held: one that never changes, else two, one being fetched."""
+    down, across, cuts = grid
+    return 1 + (down > 1 or cuts > 1), 1 + (across > 1 or cuts > 1)
+
+  def held(self, grid: tuple[int, int, int], layout: Layout, itemsize: int, transposed: bool) -> int:
+    """Bytes of vector memory."""
+    runs, length = self.runs(layout)
+    inputs, (of_x, of_w) = runs * length, self.copies(grid)
+    summed, kept = (self.columns, inputs) if transposed else (inputs, self.columns)
+    scales = -(-self.blocks(layout) // SUBLANES) * SUBLANES * self.columns * 4
+    weight = self.byte_rows(layout) * self.columns + 2 * scales
+    decoding = 6 * 4 * max(STEP_BLOCKS * layout.span if layout.blocks > 1 else 0, STEP_ROWS) * STEP_COLUMNS
+    decoded = inputs * self.columns * itemsize
+    return self.tokens * (of_x * summed * itemsize + 2 * kept * 4) + of_w * weight + decoded + decoding
+
+  def moved(self, tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> int:
+    """Bytes between a TPU's memories: tiles that come again in a row stay where they are."""
+    down, across, cuts = self.grid(tokens, outputs, layout, transposed)
+    k = layout.blocks * layout.span
+    summed, kept = (outputs, k) if transposed else (k, outputs)
+    reads_x = across if across > 1 and (cuts > 1 or self.weight_stays) else 1
+    reads_w = down if down > 1 and (cuts > 1 or not self.weight_stays) else 1
+    weight = layout.nbytes(outputs)
+    return reads_x * tokens * summed * itemsize + reads_w * weight + 4 * tokens * kept
+
+  def decodes(self, grid: tuple[int, int, int]) -> int:
+    """How often a code is decoded."""
+    down, _, cuts = grid
+    return 1 if self.weight_stays and cuts == 1 else down
 
 
-def choose(tokens: int, outputs: int, layout: Layout) -> Tiling:
-  """Tiles near 256 tokens, 256 rows and 512 outputs that a TPU can address.
+def _row_cuts(layout: Layout) -> Iterator[int]:
+  """Rows of a plane that a tile may hold, and that divide them all."""
+  m, whole = layout.rows_of_block, layout.rows
+  if layout.planes * whole <= MOST_INPUTS and not (layout.blocks == 1 and layout.bits == 3 and m > 1024):
+    yield whole
+  if layout.blocks == 1 and layout.bits == 3:
+    return
+  # Of one block any part that registers hold; of many, blocks whose inputs and scales registers hold.
+  step = LANES if layout.blocks == 1 else m * (BYTE_SUBLANES if layout.double_quantized else STEP_BLOCKS)
+  if layout.blocks > 1 and step * layout.planes % LANES:
+    return
+  for count in (1, 2, 4, 8, 16, 32):
+    rows = count * step
+    if rows < whole and whole % rows == 0 and layout.planes * rows <= MOST_INPUTS:
+      yield rows
 
-  Along each axis a tile is a multiple of what registers hold, or the whole axis.
+
+def _column_cuts(outputs: int) -> Iterator[int]:
+  if outputs <= STEP_COLUMNS * 2 or (outputs <= MOST_COLUMNS and outputs % LANES == 0):
+    yield outputs
+  for cut in (2048, 1024, 512, 256, 128):
+    if cut < outputs:
+      yield cut
+
+
+@functools.cache
+def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> Tiling:
+  """The tiles for a TPU that cost least: bytes moved, steps, codes decoded, and the first tiles, which nothing
+  hides.
+
+  Args:
+    tokens: rows of x, at least `FEWEST_TOKENS`.
+    outputs: N.
+    layout: what the bytes mean.
+    itemsize: bytes of an element of x.
+    transposed: whether the product is that with the transposed weight.
 
   Raises:
-    NotImplementedError: blocks are so long that no such tile fits.
+    NotImplementedError: no tile that a TPU can address and hold serves.
   """
   m = layout.rows_of_block
-  step = LANES if layout.blocks == 1 else math.lcm(LANES, SUBLANES * m)
-  rows = step * max(1, ROWS // step)
-  if layout.rows <= max(rows, 2 * ROWS):
-    rows = layout.rows
-  if rows > 4 * ROWS:
-    raise NotImplementedError(f'blocks of {layout.block} inputs make tiles of {rows} rows of bytes')
-  if layout.bits == 3 and layout.blocks == 1 and rows < layout.rows:
-    raise NotImplementedError(f'{layout.inputs} codes of 3 bits are one block, too long for a tile')
-  scales = layout.blocks if rows == layout.rows else max(1, rows // m)
-  columns = outputs if outputs <= COLUMNS else COLUMNS
-  byte_rows = scales * layout.bytes_of_block if layout.bits == 3 else rows
-  return Tiling(min(TOKENS, -(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS), rows, columns, scales, byte_rows)
+  if layout.blocks > 1 and m % SUBLANES:
+    raise NotImplementedError(
+      f'blocks of {layout.block} inputs take {m} rows of bytes, no multiple of {SUBLANES}'
+    )
+  if layout.blocks > 1 and m * layout.planes != layout.span:
+    raise NotImplementedError(f'blocks of {layout.block} inputs do not fill their bytes')
+
+  def cost(tiles: Tiling) -> int:
+    grid = tiles.grid(tokens, outputs, layout, transposed)
+    inputs = math.prod(tiles.runs(layout))
+    first = tiles.byte_rows(layout) * tiles.columns
+    first += tiles.tokens * (itemsize * (tiles.columns if transposed else inputs))
+    codes = layout.blocks * layout.span * outputs
+    moved = tiles.moved(tokens, outputs, layout, itemsize, transposed)
+    return moved + first + STEP_BYTES * math.prod(grid) + DECODE_BYTES * tiles.decodes(grid) * codes
+
+  def fits(tiles: Tiling) -> bool:
+    grid = tiles.grid(tokens, outputs, layout, transposed)
+    return tiles.held(grid, layout, itemsize, transposed) <= VMEM_BYTES
+
+  whole = [-(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS] if tokens <= 2048 else []
+  cuts = itertools.product(
+    whole + [cut for cut in (2048, 1024, 512, 256) if cut < tokens],
+    _row_cuts(layout), _column_cuts(outputs), (False, True),
+  )  # fmt: skip
+  tiles = [each for each in itertools.starmap(Tiling, cuts) if fits(each)]
+  if not tiles:
+    raise NotImplementedError(f'no tile of {layout.inputs} inputs in blocks of {layout.block} fits a TPU')
+  return min(tiles, key=cost)
 
 
 # Programs that keep every core of a large GPU busy.

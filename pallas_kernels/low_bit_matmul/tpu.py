@@ -1,8 +1,9 @@
 """A weight in few bits times an input, and times a gradient, on a TPU: bytes are decoded tile by tile.
 
-Both products read the same bytes and write no decoded weight to memory. The sum runs over the last axis of
-the grid, in float32. What a tile holds beyond the end of a summed axis is set to zero, x and weight both, for
-memory there may hold anything.
+Both products read the same bytes and write no decoded weight to memory. A tile of the weight is decoded into
+vector memory, its inputs in the order of x, and all rows of x that the tile meets are multiplied with that.
+Where a tile comes again at the next step of the grid it is not decoded again. The sum runs over the last axis
+of the grid, in float32, in the tile of the result.
 """
 
 import functools
@@ -15,30 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul import reference, tiling
-from pallas_kernels.low_bit_matmul.layout import Layout
+from pallas_kernels.low_bit_matmul.layout import DoubleQuantized, Layout, Scales, read_scales
 from pallas_kernels.low_bit_matmul.tiling import Tiling
-
-
-def _plane(
-  plane: int, codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
-) -> jax.Array:
-  """One plane of a tile of bytes, [rows, columns], decoded with its scales [blocks of the tile, columns]."""
-  levels = layouts.level_of(layouts.codes_of(codes, plane, layout), layout)
-  rows, columns = levels.shape
-
-  def spread(each: jax.Array) -> jax.Array:
-    if each.shape[0] == 1:
-      return each
-    tall = jnp.broadcast_to(each[:, None, :], (each.shape[0], rows // each.shape[0], columns))
-    return tall.reshape(rows, columns)
-
-  w = levels * spread(scale)
-  return w if offset is None else w + spread(offset)
-
-
-def _below(size: int, axis: int, shape: tuple[int, ...], start: Any) -> jax.Array:
-  """Which entries of a tile lie before the end `size` of an axis whose tile begins at `start`."""
-  return jax.lax.broadcasted_iota(jnp.int32, shape, axis) + start < size
 
 
 def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -47,102 +26,278 @@ def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
   return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _forward_kernel(
-  x_ref: Any, codes_ref: Any, scale_ref: Any, *rest: Any, layout: Layout, tiles: Tiling
-) -> None:
-  *offset_ref, y_ref, total_ref = rest
-  k, last = pl.program_id(2), pl.num_programs(2) - 1
-
-  @pl.when(k == 0)
-  def _() -> None:
-    total_ref[...] = jnp.zeros_like(total_ref)
-
-  codes, scale = codes_ref[...], scale_ref[...]
-  offset = offset_ref[0][...] if offset_ref else None
-  is_ragged = layout.rows % tiles.rows != 0
-  total = total_ref[...]
+def _values(
+  codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
+) -> list[jax.Array]:
+  """Runs of consecutive inputs, float32 [inputs, columns], of bytes and of scales [blocks of them, columns]."""
+  planes = []
   for plane in range(layout.planes):
-    x, w = x_ref[plane], _plane(plane, codes, scale, offset, layout)
-    if is_ragged:
-      x = jnp.where(_below(layout.rows, 1, x.shape, k * tiles.rows), x, jnp.zeros((), x.dtype))
-      w = jnp.where(_below(layout.rows, 0, w.shape, k * tiles.rows), w, 0.0)
-    total += _dot(x, w.astype(x.dtype), (1, 0))
-  total_ref[...] = total
+    levels = layouts.level_of(layouts.codes_of(codes, plane, layout), layout)
+    rows, columns = levels.shape
 
-  @pl.when(k == last)
+    def spread(each: jax.Array, rows: int = rows, columns: int = columns) -> jax.Array:
+      if each.shape[0] == 1:
+        return each
+      tall = jnp.broadcast_to(each[:, None, :], (each.shape[0], rows // each.shape[0], columns))
+      return tall.reshape(rows, columns)
+
+    w = levels * spread(scale)
+    planes.append(w if offset is None else w + spread(offset))
+  if layout.blocks == 1 or layout.planes == 1:
+    return planes
+  m = layout.rows_of_block
+  blocks = range(planes[0].shape[0] // m)
+  return [jnp.concatenate([plane[b * m : (b + 1) * m] for b in blocks for plane in planes])]
+
+
+class _Weight:
+  """The arrays of a tile of a weight, and where it is decoded.
+
+  Attributes:
+    layout: what the bytes mean.
+    tiles: their sizes.
+    outputs: N, if a tile may hold columns beyond it that are summed.
+  """
+
+  def __init__(self, refs: list[Any], scratch: list[Any], layout: Layout, tiles: Tiling, outputs: Any) -> None:
+    self.layout, self.tiles, self.outputs = layout, tiles, outputs
+    self._codes, *rest = refs
+    if layout.double_quantized:
+      self._scale_codes, self._step, self._scale_offset, *rest = rest
+      self.decoded, self._scale = scratch
+    else:
+      self._scale, *rest = rest
+      (self.decoded,) = scratch
+    self._offset = rest[0] if rest else None
+
+  def decode(self, column: Any) -> None:
+    """Fills `decoded` [runs, inputs of a run, columns]; `column` is the first of the tile."""
+    layout, tiles = self.layout, self.tiles
+    if layout.double_quantized:
+      self._decode_scales(column)
+    blocks = tiles.blocks(layout)
+    if layout.blocks > 1:
+      step, count, whole = tiling.STEP_BLOCKS, blocks // tiling.STEP_BLOCKS, blocks
+      rows_of, inputs_of = layout.bytes_of_block, layout.span
+    else:
+      step = tiles.rows if layout.bits == 3 else tiling.STEP_ROWS
+      count, whole, rows_of, inputs_of = tiles.rows // step, tiles.rows, 1, 1
+      rows_of = layout.bytes_of_block // tiles.rows if layout.bits == 3 else 1
+    width = tiling.STEP_COLUMNS if tiles.columns % tiling.STEP_COLUMNS == 0 else tiles.columns
+    width = tiling.LANES if width > 2 * tiling.STEP_COLUMNS else width
+    strips = tiles.columns // width
+
+    def part(start: Any, size: int, strip: Any) -> None:
+      first = pl.multiple_of(strip * width, width) if strips > 1 else 0
+      across = pl.ds(first, width) if strips > 1 else slice(None)
+      if layout.bits == 3 and layout.blocks == 1:
+        codes = self._codes[:, across]
+      else:
+        codes = self._codes[pl.ds(start * rows_of, size * rows_of), across]
+      own = pl.ds(start, size) if layout.blocks > 1 else slice(None)
+      scale = self._scale[own, across]
+      offset = None if self._offset is None else self._offset[own, across]
+      for run, w in enumerate(_values(codes, scale, offset, layout)):
+        if self.outputs is not None:
+          place = jax.lax.broadcasted_iota(jnp.int32, w.shape, 1) + (column + first)
+          w = jnp.where(place < self.outputs, w, 0.0)
+        into = pl.ds(start * inputs_of, size * inputs_of)
+        self.decoded[run, into, across] = w.astype(self.decoded.dtype)
+
+    def walk(index: Any, _: Any) -> None:
+      start = index // strips
+      part(pl.multiple_of(start * step, step), step, index - start * strips)
+
+    if count:
+      jax.lax.fori_loop(0, count * strips, walk, None)
+    if left := whole - count * step:
+      jax.lax.fori_loop(0, strips, lambda strip, _: part(count * step, left, strip), None)
+
+  def _decode_scales(self, column: Any) -> None:
+    """Scales of the tile; the step of each column is picked by a product whose sums have one term."""
+    step = self._step[...]
+    shape = step.shape[1], self._scale.shape[1]
+    group = (jax.lax.broadcasted_iota(jnp.int32, shape, 1) + column) // layouts.GROUP
+    is_own = group == jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    wide = _dot(step, is_own.astype(jnp.float32), (1, 0))
+    self._scale[...] = self._scale_codes[...].astype(jnp.float32) * wide + self._scale_offset[...]
+
+
+def _walk_rows(tokens: int, work: Any) -> None:
+  """`work(rows)` for strips of the rows of a tile, so that the program does not grow with it."""
+  step = tiling.STEP_TOKENS
+  if tokens <= step or tokens % step:
+    work(slice(None))
+    return
+  jax.lax.fori_loop(
+    0, tokens // step, lambda index, _: work(pl.ds(pl.multiple_of(index * step, step), step)), None
+  )
+
+
+def _add(ref: Any, index: Any, total: jax.Array, cuts: int) -> None:
+  """Adds a term of the sum to the tile of a result, whose first term sets it."""
+  if cuts == 1:
+    ref[index] = total
+    return
+  is_first = pl.program_id(2) == 0
+
+  @pl.when(is_first)
   def _() -> None:
-    y_ref[...] = total_ref[...].astype(y_ref.dtype)
+    ref[index] = total
+
+  @pl.when(jnp.logical_not(is_first))
+  def _() -> None:
+    ref[index] += total
+
+
+def _decode_if_new(weight: _Weight, tiles: Tiling, grid: tuple[int, int, int], column: Any) -> None:
+  if tiles.weight_stays and grid[2] == 1:
+    pl.when(pl.program_id(1) == 0)(lambda: weight.decode(column))
+  else:
+    weight.decode(column)
+
+
+def _forward_kernel(*refs: Any, layout: Layout, tiles: Tiling, grid: tuple[int, int, int]) -> None:
+  runs = tiles.runs(layout)[0]
+  x_refs, (*weight_refs, y_ref), scratch = _taken_apart(refs, runs, layout)
+  weight = _Weight(weight_refs, scratch, layout, tiles, None)
+  _decode_if_new(weight, tiles, grid, _across(tiles) * tiles.columns)
+
+  def work(rows: Any) -> None:
+    total = _dot(x_refs[0][rows, :], weight.decoded[0], (1, 0))
+    for run in range(1, runs):
+      total += _dot(x_refs[run][rows, :], weight.decoded[run], (1, 0))
+    _add(y_ref, (rows, slice(None)), total, grid[2])
+
+  _walk_rows(tiles.tokens, work)
 
 
 def _backward_kernel(
-  g_ref: Any, codes_ref: Any, scale_ref: Any, *rest: Any, layout: Layout, tiles: Tiling, outputs: int
+  *refs: Any, layout: Layout, tiles: Tiling, grid: tuple[int, int, int], outputs: int
 ) -> None:
-  *offset_ref, dx_ref, total_ref = rest
-  n, last = pl.program_id(2), pl.num_programs(2) - 1
-
-  @pl.when(n == 0)
-  def _() -> None:
-    total_ref[...] = jnp.zeros_like(total_ref)
-
-  g, codes, scale = g_ref[...], codes_ref[...], scale_ref[...]
-  offset = offset_ref[0][...] if offset_ref else None
+  (g_ref,), (*weight_refs, dx_ref), scratch = _taken_apart(refs, 1, layout)
   is_ragged = outputs % tiles.columns != 0
-  if is_ragged:
-    g = jnp.where(_below(outputs, 1, g.shape, n * tiles.columns), g, jnp.zeros((), g.dtype))
-  for plane in range(layout.planes):
-    w = _plane(plane, codes, scale, offset, layout)
+  column = pl.program_id(2) * tiles.columns
+  weight = _Weight(weight_refs, scratch, layout, tiles, outputs if is_ragged else None)
+  _decode_if_new(weight, tiles, grid, column)
+
+  def work(rows: Any) -> None:
+    g = g_ref[rows, :]
     if is_ragged:
-      w = jnp.where(_below(outputs, 1, w.shape, n * tiles.columns), w, 0.0)
-    total_ref[plane] += _dot(g, w.astype(g.dtype), (1, 1))
+      place = jax.lax.broadcasted_iota(jnp.int32, g.shape, 1) + column
+      g = jnp.where(place < outputs, g, jnp.zeros((), g.dtype))
+    for run in range(tiles.runs(layout)[0]):
+      _add(dx_ref, (run, rows, slice(None)), _dot(g, weight.decoded[run], (1, 1)), grid[2])
 
-  @pl.when(n == last)
-  def _() -> None:
-    dx_ref[...] = total_ref[...].astype(dx_ref.dtype)
+  _walk_rows(tiles.tokens, work)
 
 
-def _weight_specs(layout: Layout, tiles: Tiling, where: Any, has_offset: bool) -> list[pl.BlockSpec]:
-  """Of codes, scales and offsets; `where` maps grid indices to (tile of rows, tile of columns).
+def _taken_apart(refs: Any, of_x: int, layout: Layout) -> tuple[list[Any], list[Any], list[Any]]:
+  """References to x or g, to the weight and the result, and to scratch."""
+  scratch = 2 if layout.double_quantized else 1
+  return list(refs[:of_x]), list(refs[of_x:-scratch]), list(refs[-scratch:])
 
-  One row of scales serves all tiles of rows.
+
+def _across(tiles: Tiling) -> Any:
+  """Which tile across the result a step of the grid is about."""
+  return pl.program_id(0 if tiles.weight_stays else 1)
+
+
+def _call(
+  kernel: Any, x: list[jax.Array], x_specs: list[Any], weight: tuple[jax.Array, Scales, jax.Array | None],
+  result: Any, layout: Layout, tiles: Tiling, transposed: bool, interpret: Any,
+) -> jax.Array:  # fmt: skip
+  """The product of operands x with a weight, in a grid that runs as `tiles` says.
+
+  Args:
+    kernel: which takes the static arguments `layout`, `tiles` and `grid`.
+    x: arrays [M, …].
+    x_specs: for each the shape of a block and its place for tiles (of x, across, of the sum).
+    weight: codes, scales and offsets of whole blocks.
+    result: the same for the result, with its shape.
+    layout: of the weight.
+    tiles: their sizes.
+    transposed: whether the product is with the transposed weight.
+    interpret: run on a CPU.
   """
+  codes, scale, offset = weight
+  tokens, outputs = x[0].shape[0], codes.shape[1]
+  grid = tiles.grid(tokens, outputs, layout, transposed)
+  of_x, of_w = tiles.copies(grid)
 
-  def where_scales(*indices: Any) -> tuple[Any, Any]:
-    row, column = where(*indices)
+  def spec(shape: tuple[int, ...], where: Any, copies: int = 2) -> pl.BlockSpec:
+    swapped = (lambda j, i, k: where(i, j, k)) if tiles.weight_stays else where
+    return pl.BlockSpec(shape, swapped, pipeline_mode=pl.Buffered(1) if copies == 1 else None)
+
+  def part(i: Any, j: Any, k: Any) -> tuple[Any, Any]:
+    """Tile of rows and of columns of the weight."""
+    return (j, k) if transposed else (k, j)
+
+  def of_blocks(i: Any, j: Any, k: Any) -> tuple[Any, Any]:
+    """One row of scales serves all tiles of rows."""
+    row, column = part(i, j, k)
     return (0 if layout.blocks == 1 else row), column
 
-  codes = pl.BlockSpec((tiles.byte_rows, tiles.columns), where)
-  scale = pl.BlockSpec((tiles.scales, tiles.columns), where_scales)
-  return [codes, scale] + ([scale] if has_offset else [])
-
-
-def _cost(tokens: int, outputs: int, layout: Layout, itemsize: int) -> pl.CostEstimate:
-  k = layout.blocks * layout.span
-  weight = (layout.byte_rows + 4 * layout.blocks) * outputs
-  moved = tokens * k * itemsize + weight + 4 * tokens * outputs
-  return pl.CostEstimate(flops=2 * tokens * k * outputs, bytes_accessed=moved, transcendentals=0)
-
-
-def _wide(each: jax.Array | None, outputs: int, blocks: int) -> jax.Array | None:
-  """Scales or offsets [blocks, N], where all outputs may share one."""
-  return None if each is None else jnp.broadcast_to(each[:blocks], (blocks, outputs))
+  per_block = (tiles.blocks(layout), tiles.columns)
+  wide = lambda each: jnp.broadcast_to(each[: layout.blocks], (layout.blocks, outputs))
+  operands, specs = [codes[: layout.byte_rows]], [spec((tiles.byte_rows(layout), tiles.columns), part, of_w)]
+  scratch = [pltpu.VMEM((*tiles.runs(layout), tiles.columns), x[0].dtype)]
+  if isinstance(scale, DoubleQuantized):
+    groups = scale.step.shape[1]
+    operands += [scale.codes[: layout.blocks], scale.step[: layout.blocks], scale.offset]
+    specs += [
+      spec(per_block, of_blocks, of_w),
+      spec((tiles.blocks(layout), groups), lambda i, j, k: (of_blocks(i, j, k)[0], 0)),
+      spec((1, 1), lambda i, j, k: (0, 0)),
+    ]
+    scratch.append(pltpu.VMEM(per_block, jnp.float32))
+  else:
+    operands.append(wide(scale))
+    specs.append(spec(per_block, of_blocks, of_w))
+  if offset is not None:
+    operands.append(wide(offset))
+    specs.append(spec(per_block, of_blocks, of_w))
+  shape, block, where = result
+  down, across, cuts = grid
+  return pl.pallas_call(
+    functools.partial(kernel, layout=layout, tiles=tiles, grid=grid),
+    grid=(across, down, cuts) if tiles.weight_stays else grid,
+    in_specs=[*(spec(block, where, of_x) for block, where in x_specs), *specs],
+    out_specs=spec(block, where),
+    out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+    scratch_shapes=scratch,
+    compiler_params=pltpu.CompilerParams(
+      # A tile that is decoded once is met by the steps of one core.
+      dimension_semantics=('parallel', 'arbitrary' if tiles.weight_stays else 'parallel', 'arbitrary'),
+      vmem_limit_bytes=tiling.VMEM_BYTES + 2**24,
+    ),
+    cost_estimate=pl.CostEstimate(
+      flops=2 * tokens * layout.blocks * layout.span * outputs,
+      bytes_accessed=tiles.moved(tokens, outputs, layout, x[0].dtype.itemsize, transposed),
+      transcendentals=0,
+    ),
+    interpret=interpret,
+    name='low_bit_matmul_transposed' if transposed else 'low_bit_matmul',
+  )(*x, *operands)
 
 
 def obstacle(layout: Layout) -> str | None:
   """Why no tile serves a layout, None if one does."""
   try:
-    tiling.choose(tiling.TOKENS, tiling.COLUMNS, layout)
+    for transposed in (False, True):
+      tiling.choose(tiling.FEWEST_TOKENS, tiling.LANES, layout, 4, transposed)
   except NotImplementedError as error:
     return str(error)
-  if layout.blocks > 1 and layout.rows_of_block % tiling.SUBLANES:
-    return f'blocks of {layout.block} inputs take {layout.rows_of_block} rows of bytes, no multiple of 8'
   return None
 
 
 def _tail(
-  codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
+  codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: Layout
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
   """Codes, scales and offsets of the shorter last block, which XLA multiplies."""
   left = None if offset is None else offset[layout.blocks :]
+  if isinstance(scale, DoubleQuantized):
+    return codes[layout.byte_rows :], read_scales(scale.of_blocks(layout.blocks)), left
   return codes[layout.byte_rows :], scale[layout.blocks :], left
 
 
@@ -151,11 +306,28 @@ def _filled(x: jax.Array) -> jax.Array:
   return jnp.pad(x, ((0, max(0, tiling.FEWEST_TOKENS - x.shape[0])), (0, 0)))
 
 
+def _runs_of(x: jax.Array, layout: Layout, tiles: Tiling) -> tuple[list[jax.Array], list[Any]]:
+  """x [M, K] as operands, one for each run of a tile, with their blocks."""
+  runs, length = tiles.runs(layout)
+  block = (tiles.tokens, length)
+  k = layout.blocks * layout.span
+  x = x[:, :k] if x.shape[1] > k else x
+  if runs == 1:
+    return [x], [(block, lambda i, j, k: (i, k))]
+  m = layout.rows_of_block
+  x = jnp.pad(x, ((0, 0), (0, runs * m - k)))
+  if m % tiling.LANES:
+    return [x[:, run * m : (run + 1) * m] for run in range(runs)], [(block, lambda i, j, k: (i, k))] * runs
+  # The same array; each operand begins where its plane does.
+  each = m // tiles.rows
+  return [x] * runs, [(block, lambda i, j, k, run=run: (i, run * each + k)) for run in range(runs)]
+
+
 @functools.partial(jax.jit, static_argnames=('layout', 'interpret'))
 def matmul(
   x: jax.Array,
   codes: jax.Array,
-  scale: jax.Array,
+  scale: Scales,
   offset: jax.Array | None,
   layout: Layout,
   interpret: Any = False,
@@ -165,8 +337,8 @@ def matmul(
   Args:
     x: bfloat16 or float32.
     codes: bytes [byte rows, N], int8 for signed codes of 8 bits, else uint8.
-    scale: float32 [blocks, N or 1].
-    offset: the same, or None.
+    scale: float32 [blocks, N or 1], or in 8 bits.
+    offset: float32 [blocks, N or 1], or None.
     layout: what the bytes mean.
     interpret: run on a CPU, True or `pltpu.InterpretParams`.
 
@@ -175,27 +347,12 @@ def matmul(
   """
   given, outputs = x.shape[0], codes.shape[1]
   x = _filled(x)
-  tokens = x.shape[0]
-  tiles = tiling.choose(tokens, outputs, layout)
-  grid = (
-    pl.cdiv(tokens, tiles.tokens), pl.cdiv(outputs, tiles.columns), pl.cdiv(layout.rows, tiles.rows)
-  )  # fmt: skip
-  whole = [_wide(scale, outputs, layout.blocks), _wide(offset, outputs, layout.blocks)]
-  y = pl.pallas_call(
-    functools.partial(_forward_kernel, layout=layout, tiles=tiles),
-    grid=grid,
-    in_specs=[
-      pl.BlockSpec((layout.planes, tiles.tokens, tiles.rows), lambda i, j, k: (0, i, k)),
-      *_weight_specs(layout, tiles, lambda i, j, k: (k, j), offset is not None),
-    ],
-    out_specs=pl.BlockSpec((tiles.tokens, tiles.columns), lambda i, j, k: (i, j)),
-    out_shape=jax.ShapeDtypeStruct((tokens, outputs), jnp.float32),
-    scratch_shapes=[pltpu.VMEM((tiles.tokens, tiles.columns), jnp.float32)],
-    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', 'arbitrary')),
-    cost_estimate=_cost(tokens, outputs, layout, x.dtype.itemsize),
-    interpret=interpret,
-    name='low_bit_matmul',
-  )(layouts.split(x, layout), codes[: layout.byte_rows], *(each for each in whole if each is not None))
+  tiles = tiling.choose(x.shape[0], outputs, layout, x.dtype.itemsize, False)
+  operands, specs = _runs_of(x, layout, tiles)
+  result = (x.shape[0], outputs), (tiles.tokens, tiles.columns), lambda i, j, k: (i, j)
+  y = _call(
+    _forward_kernel, operands, specs, (codes, scale, offset), result, layout, tiles, False, interpret
+  )
   if layout.tail is not None:
     end = x[:, layout.blocks * layout.span :]
     y = y + reference.matmul(end, *_tail(codes, scale, offset, layout), layout.tail)
@@ -206,7 +363,7 @@ def matmul(
 def matmul_transposed(
   g: jax.Array,
   codes: jax.Array,
-  scale: jax.Array,
+  scale: Scales,
   offset: jax.Array | None,
   layout: Layout,
   interpret: Any = False,
@@ -214,29 +371,14 @@ def matmul_transposed(
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
   given, outputs = g.shape
   g = _filled(g)
-  tokens = g.shape[0]
-  tiles = tiling.choose(tokens, outputs, layout)
-  grid = (
-    pl.cdiv(tokens, tiles.tokens), pl.cdiv(layout.rows, tiles.rows), pl.cdiv(outputs, tiles.columns)
-  )  # fmt: skip
-  whole = [_wide(scale, outputs, layout.blocks), _wide(offset, outputs, layout.blocks)]
-  block = (layout.planes, tiles.tokens, tiles.rows)
-  parts = pl.pallas_call(
-    functools.partial(_backward_kernel, layout=layout, tiles=tiles, outputs=outputs),
-    grid=grid,
-    in_specs=[
-      pl.BlockSpec((tiles.tokens, tiles.columns), lambda i, k, n: (i, n)),
-      *_weight_specs(layout, tiles, lambda i, k, n: (k, n), offset is not None),
-    ],
-    out_specs=pl.BlockSpec(block, lambda i, k, n: (0, i, k)),
-    out_shape=jax.ShapeDtypeStruct((layout.planes, tokens, layout.rows), jnp.float32),
-    scratch_shapes=[pltpu.VMEM(block, jnp.float32)],
-    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', 'arbitrary')),
-    cost_estimate=_cost(tokens, outputs, layout, g.dtype.itemsize),
-    interpret=interpret,
-    name='low_bit_matmul_transposed',
-  )(g, codes[: layout.byte_rows], *(each for each in whole if each is not None))
-  dx = layouts.join(parts, layout)
+  tiles = tiling.choose(g.shape[0], outputs, layout, g.dtype.itemsize, True)
+  runs, length = tiles.runs(layout)
+  specs = [((tiles.tokens, tiles.columns), lambda i, j, k: (i, k))]
+  shape = (runs, g.shape[0], layout.planes * layout.rows // runs)
+  result = shape, (runs, tiles.tokens, length), lambda i, j, k: (0, i, j)
+  kernel = functools.partial(_backward_kernel, outputs=outputs)
+  parts = _call(kernel, [g], specs, (codes, scale, offset), result, layout, tiles, True, interpret)
+  dx = parts[0] if runs == 1 else layouts.join(parts, layout)
   if layout.tail is not None:
     end = reference.matmul_transposed(g, *_tail(codes, scale, offset, layout), layout.tail)
     dx = jnp.concatenate([dx, end], axis=1)

@@ -1,7 +1,9 @@
 """Each kernel, interpreted, against the reference; the reference against the weights' own decoding."""
 
+import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import dispatch
 from pallas_kernels.low_bit_matmul import gpu, reference, tiling, tpu
 from pallas_kernels.low_bit_matmul import layout as layouts
+from pallas_kernels.low_bit_matmul.tiling import Tiling
 from qjax import kernels, ops
 from qjax.ops import Numerics
 from qjax.precision import policy
-from qjax.quant.qtensor import QTensor, dequantize, per_column, quantize
+from qjax.quant.qtensor import QTensor, dequantize, quantize
 
 # (scheme, (M, K, N), dtype of x): every format, every granularity, blocks of 32, 64 and 128, sizes that tiles
 # divide, and sizes that nothing divides.
@@ -49,7 +52,7 @@ def draw(*shape: int, seed: int = 0, dtype: str = 'float32') -> jax.Array:
 
 
 def raw(q: QTensor) -> tuple:
-  return q.codes, per_column(q.scales, q.scheme, q.shape[-1]), q.offset, kernels.layout_of(q)
+  return *kernels.arrays_of(q), kernels.layout_of(q)
 
 
 @pytest.mark.parametrize(('scheme', 'shape', 'dtype'), CASES)
@@ -62,15 +65,6 @@ def test_the_reference_decodes_the_weight(scheme: str, shape: tuple[int, int, in
 def test_three_bits_of_blocks_that_no_byte_ends(inputs: int, block: int):
   q = quantize(draw(inputs, 5), f'int3:block={block}')
   np.testing.assert_array_equal(reference.dequantize(*raw(q)), dequantize(q))
-
-
-def test_planes_are_taken_apart_and_joined():
-  for tokens, k in ((1, 64), (7, 131), (17, 576), (127, 17)):
-    for bits in (8, 4, 3, 2):
-      layout = layouts.Layout(k, 64, bits)
-      x = draw(tokens, k)
-      joined = layouts.join(layouts.split(x, layout), layout)
-      np.testing.assert_array_equal(joined, x[:, : layout.blocks * layout.span])
 
 
 class Contract:
@@ -163,17 +157,37 @@ class TestTPU(Contract):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(wanted))))
     assert 'RACE' not in capsys.readouterr().out.upper()
 
-  def test_tiles_cover_what_a_tpu_addresses(self):
+  @pytest.mark.parametrize('bits', [8, 4, 3, 2])
+  def test_tiles_cover_what_a_tpu_addresses_and_holds(self, bits: int):
     for k in (17, 64, 576, 1536, 4096, 11008):
       for block in (32, 64, 128, k):
-        for bits in (8, 4, 3, 2):
-          layout = layouts.Layout(k, block, bits)
-          if tpu.obstacle(layout) is not None:
-            continue
-          tiles = tiling.choose(2048, 4096, layout)
-          assert tiles.rows == layout.rows or tiles.rows % tiling.LANES == 0
-          assert tiles.scales == layout.blocks or tiles.scales % tiling.SUBLANES == 0 or layout.blocks == 1
+        layout = layouts.Layout(k, block, bits)
+        if tpu.obstacle(layout) is not None:
+          continue
+        for tokens, outputs in ((16, 131), (2048, 4096), (3000, 11008)):
+          for transposed in (False, True):
+            tiles = tiling.choose(tokens, outputs, layout, 2, transposed)
+            grid = tiles.grid(tokens, outputs, layout, transposed)
+            assert layout.rows % tiles.rows == 0
+            assert tiles.rows == layout.rows or math.prod(tiles.runs(layout)) % tiling.LANES == 0
+            assert tiles.columns == outputs or tiles.columns % tiling.LANES == 0
+            assert tiles.blocks(layout) in (1, layout.blocks) or tiles.blocks(layout) % tiling.SUBLANES == 0
+            assert tiles.held(grid, layout, 2, transposed) <= tiling.VMEM_BYTES
 
+  def test_a_tile_that_stays_is_decoded_once_for_all_rows(self):
+    # Rows in three tiles below each tile of the weight; a sum cut in parts; columns beyond the end.
+    for scheme, tokens, k, n in (('nf4:block=32,dq', 40, 1024, 700), ('int4:axis=channel', 40, 512, 700)):
+      q = quantize(draw(k, n), scheme)
+      args = raw(q)
+      cuts = [Tiling(16, rows, 256, stays) for rows in (args[-1].rows, 512 // 2) for stays in (False, True)]
+      for name, size in (('matmul', k), ('matmul_transposed', n)):
+        given = draw(tokens, size, seed=1)
+        wanted = getattr(reference, name)(given, *args)
+        for cut in cuts:
+          with mock.patch.object(tiling, 'choose', lambda *_, cut=cut: cut):
+            found = self.products[name].__wrapped__(given, *args, interpret=True)
+          # Both add up the same products of numbers near 1 in float32.
+          np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-4)
 
 class TestGPU(Contract):
   platform = 'gpu'
