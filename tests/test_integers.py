@@ -1,4 +1,4 @@
-"""Products of integers by a kernel, interpreted, against XLA's: the same codes and sums, forward and backward.
+"""Products of integers by a kernel, interpreted, against XLA's: the same codes and sums, there and back.
 
 With one scale an output both ways round the same two products with scales, and results are equal to the last
 bit. With several blocks each rounds every product and sum once, in an order of its own.
