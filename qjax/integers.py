@@ -13,6 +13,7 @@ them in training as in conversion.
 Over several devices each multiplies its part (`jax.shard_map`), as `qjax.kernels` has it.
 """
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,8 +26,10 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import dispatch
 from pallas_kernels.int8_matmul import reference
 from qjax import kernels, sharding
+from qjax.errors import UserError, nearest
 from qjax.quant import activations, formats
-from qjax.quant.activations import ActivationScheme
+from qjax.quant.activations import ActivationScheme, Decomposed
+from qjax.quant.fake import Trained
 from qjax.quant.formats import Scheme
 from qjax.quant.qtensor import QTensor, per_column
 
@@ -36,6 +39,43 @@ SAFE_TERMS = reference.SAFE_TERMS
 FEW_BLOCKS = 2
 # XLA's CPU backend multiplies one row of integers five times more slowly than eight.
 FEW_ROWS = 8
+
+
+# Whether quantized inputs meet integer weights as integers.
+INTEGER = {
+  'auto': 'where it is possible and not slower',
+  'always': 'or it is an error',
+  'never': 'they are multiplied as floats',
+}
+
+# In which numbers a product of the backward pass is taken, and how a gradient is rounded to integers.
+BACKWARD = ('compute', 'int8')
+ROUNDINGS = ('stochastic', 'nearest')
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+  """In which numbers gradients are multiplied, where weights are integers with a scale an output.
+
+  Attributes:
+    dx: of the input, g·Wᵀ: in the 'compute' dtype, or 'int8'.
+    dw: of the weight, xᵀ·g: likewise; 'int8' needs inputs that are quantized, too.
+    rounding: of gradients to integers, 'stochastic' or 'nearest'.
+  """
+
+  dx: str = 'compute'
+  dw: str = 'compute'
+  rounding: str = 'stochastic'
+
+  def __post_init__(self) -> None:
+    for name, known in (('dx', BACKWARD), ('dw', BACKWARD), ('rounding', ROUNDINGS)):
+      if (value := getattr(self, name)) not in known:
+        raise UserError(f'backward.{name} = {value!r} is not known{nearest(value, known)}')
+
+  @property
+  def draws(self) -> bool:
+    """Whether random numbers are needed."""
+    return self.rounding == 'stochastic' and 'int8' in (self.dx, self.dw)
 
 
 def obstacle(scheme: Scheme | None, inputs: int) -> str | None:
@@ -49,6 +89,50 @@ def obstacle(scheme: Scheme | None, inputs: int) -> str | None:
   if (terms := scheme.block_of(inputs)) > SAFE_TERMS:
     return f'a sum of {terms} products of codes may exceed an int32, which holds {SAFE_TERMS}'
   return None
+
+
+def choose(w: jax.Array | QTensor | Decomposed | Trained, integer: str) -> tuple[bool, str]:
+  """Whether quantized inputs meet w as integers, and why not."""
+  w = w.rest if isinstance(w, Decomposed) else w
+  reason = obstacle(w.scheme if isinstance(w, QTensor | Trained) else None, w.shape[-2])
+  if integer == 'always' and reason:
+    raise UserError(f"integer = 'always', but {reason}; use int8:axis=channel, or integer = 'auto'")
+  if integer == 'never':
+    reason = "integer = 'never'"
+  elif integer == 'auto' and reason is None and isinstance(w, QTensor | Trained):
+    blocks = -(-w.inputs // w.scheme.block_of(w.inputs))
+    reason = f'{blocks} blocks of a weight are slower as integers' if blocks > FEW_BLOCKS else None
+  return reason is None, reason or ''
+
+
+def check_backward(
+  backward: Backward, inputs: ActivationScheme, path: str | None, scheme: Scheme, shape: tuple[int, ...]
+) -> None:
+  """Refuses integer gradients where there are no integers to multiply, or scales that differ within a sum.
+
+  Args:
+    backward: what is asked for.
+    inputs: how those of the projection are quantized.
+    path: of the projection.
+    scheme: in which its weight is trained.
+    shape: of the weight, [..., K, N].
+
+  Raises:
+    UserError: naming the path.
+  """
+  terms, outputs = shape[-2:]
+  if backward.dx == 'int8':
+    reason = obstacle(scheme, terms)
+    if reason is None and scheme.block_of(terms) < terms:
+      reason = f'{scheme} has several scales an output'
+    if reason is None and outputs > SAFE_TERMS:
+      reason = f'a sum over {outputs} outputs may exceed an int32'
+    if reason is not None:
+      raise UserError(f"backward.dx = 'int8' for {path}: {reason}; use weights in int8:axis=channel")
+  if backward.dw == 'int8' and inputs.is_none:
+    raise UserError(
+      f"backward.dw = 'int8' for {path}: its inputs are not quantized; use activations in int8:axis=token"
+    )
 
 
 class Where(NamedTuple):
@@ -68,8 +152,9 @@ class Where(NamedTuple):
     Raises:
       NotImplementedError: one was asked for by name and can't; with the reason, and what can.
     """
-    kernels.note(self.path, name, dispatch.explain(dispatch.INT8, self.kernels, None, 'int8', _obstacle()))
-    return dispatch.choose(dispatch.INT8, self.kernels, None, 'int8', _obstacle())
+    wanted = dispatch.INT8, self.kernels, None, 'int8', kernels.mesh_obstacle()
+    kernels.note(self.path, name, dispatch.explain(*wanted))
+    return dispatch.choose(*wanted)
 
   def axes(self, inputs: int, outputs: int) -> tuple[Any, Any]:
     """Mesh axes over which inputs and outputs of the weight stay split while it is multiplied."""
@@ -78,10 +163,6 @@ class Where(NamedTuple):
       return None, None
     k_axes, n_axes = sharding.axes_inside(self.path)
     return sharding.fit(k_axes, inputs, mesh), sharding.fit(n_axes, outputs, mesh)
-
-
-def _obstacle() -> str | None:
-  return kernels.mesh_obstacle()
 
 
 def _batch_axes(x: jax.Array) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qjax import adapters, ops, storage, trees
+from qjax import adapters, integers, storage, trees
 from qjax.adapters import LoraSpec
 from qjax.errors import UserError, nearest
 from qjax.models.objective import Distillation
@@ -191,7 +191,7 @@ class Method:
         scheme = storage.scheme_of(kinds[path], path)
       in_few_bits |= rests or (scheme is not None and not scheme.numbers.is_float)
       if scheme is not None:
-        ops.check_backward(n, path, scheme, shapes[path])
+        integers.check_backward(n.backward, n.scheme_of(path), path, scheme, shapes[path])
     if n.implementation not in ('auto', 'xla') and not in_few_bits:
       raise UserError(
         f'kernels = {n.implementation!r}, but no weight of this model is multiplied in few bits, as kernels'

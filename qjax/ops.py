@@ -33,7 +33,7 @@ from pallas_kernels import dispatch
 from qjax import integers, kernels, trees
 from qjax.adapters import Adapter
 from qjax.errors import UserError, nearest
-from qjax.integers import Where
+from qjax.integers import Backward, Where
 from qjax.precision import Policy
 from qjax.quant import activations, fake
 from qjax.quant.activations import ActivationScheme, Decomposed, Rules
@@ -45,43 +45,6 @@ from qjax.remat import LOW_RANK, named
 Weight = jax.Array | QTensor
 Projected = Weight | Decomposed | Trained  # what a projection may hold
 
-# Whether quantized inputs meet integer weights as integers.
-INTEGER = {
-  'auto': 'where it is possible and not slower',
-  'always': 'or it is an error',
-  'never': 'they are multiplied as floats',
-}
-
-# In which numbers a product of the backward pass is taken, and how a gradient is rounded to integers.
-BACKWARD = ('compute', 'int8')
-ROUNDINGS = ('stochastic', 'nearest')
-
-
-@dataclasses.dataclass(frozen=True)
-class Backward:
-  """In which numbers gradients are multiplied, where weights are integers with a scale an output.
-
-  Attributes:
-    dx: of the input, g·Wᵀ: in the 'compute' dtype, or 'int8'.
-    dw: of the weight, xᵀ·g: likewise; 'int8' needs inputs that are quantized, too.
-    rounding: of gradients to integers, 'stochastic' or 'nearest'.
-  """
-
-  dx: str = 'compute'
-  dw: str = 'compute'
-  rounding: str = 'stochastic'
-
-  def __post_init__(self) -> None:
-    for name, known in (('dx', BACKWARD), ('dw', BACKWARD), ('rounding', ROUNDINGS)):
-      if (value := getattr(self, name)) not in known:
-        raise UserError(f'backward.{name} = {value!r} is not known{nearest(value, known)}')
-
-  @property
-  def draws(self) -> bool:
-    """Whether random numbers are needed."""
-    return self.rounding == 'stochastic' and 'int8' in (self.dx, self.dw)
-
-
 @dataclasses.dataclass(frozen=True)
 class Numerics:
   """In which numbers products compute, and by which implementation.
@@ -92,7 +55,7 @@ class Numerics:
       with a weight in few bits are computed, and the default goes by the platform that is compiled for.
     activations: (pattern over a projection's path, scheme of its inputs), first match wins; see
       `qjax.quant.activations`.
-    integer: a name in `INTEGER`.
+    integer: a name in `integers.INTEGER`.
     weights: (pattern over a projection's path, scheme or 'none') for weights that are trained through their
       quantizer, first match wins. An adapter of such a weight is inside the quantizer.
     weight_gradient: how their gradient passes, and whether ranges learn; a name in `fake.GRADIENTS`.
@@ -109,17 +72,17 @@ class Numerics:
   weight_gradient: str = 'ste'
   weight_rounding: str = 'nearest'
   activation_gradient: str = 'ste'
-  backward: Backward = Backward()
+  backward: Backward = dataclasses.field(default_factory=Backward)
 
   def __post_init__(self) -> None:
     if self.implementation not in ('auto', *dispatch.KERNELS):
       raise UserError(
         f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(dispatch.KERNELS)}'
       )
-    if self.integer not in INTEGER:
-      raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, INTEGER)}')
+    if self.integer not in integers.INTEGER:
+      raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, integers.INTEGER)}')
     activations.rules(self.activations)
-    gradients, roundings = fake.GRADIENTS, ROUNDINGS
+    gradients, roundings = fake.GRADIENTS, integers.ROUNDINGS
     for name, known in (
       ('weight_gradient', gradients), ('activation_gradient', gradients), ('weight_rounding', roundings)
     ):  # fmt: skip
@@ -172,7 +135,7 @@ class _Plan:
   scheme: ActivationScheme = dataclasses.field(default_factory=ActivationScheme)
   is_integer: bool = False
   gradient: str = 'ste'
-  backward: Backward = Backward()
+  backward: Backward = dataclasses.field(default_factory=Backward)
   implementation: str = 'auto'
   path: str | None = None
 
@@ -258,8 +221,11 @@ def _operand(w: Projected, dtype: jnp.dtype) -> jax.Array:
   return dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
 
 
-# Why a product has no kernel that decodes a weight.
-_NO_KERNEL = 'the weight is not in few bits, or decoded with what lies apart'
+def _why_not(w: Projected) -> str:
+  """Why no kernel decodes w while it multiplies."""
+  if isinstance(w, Decomposed):
+    return 'a decomposed weight is decoded as a whole'
+  return 'the weight is plain' if not isinstance(w, QTensor) else f'a weight in {w.scheme} is not decoded'
 
 
 def _resting_product(x: jax.Array, w: QTensor, plan: _Plan, transposed: bool) -> jax.Array:
@@ -286,7 +252,7 @@ def _product(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) ->
     x = activations.fake(x, scheme, high)
   if isinstance(w, QTensor) and not plan.transposed:
     return _resting_product(x.astype(policy.compute), w, plan, transposed=False)
-  plan.note('forward', _NO_KERNEL)
+  plan.note('forward', _why_not(w))
   x, w = x.astype(policy.compute), _operand(w, policy.compute)
   return contract(x, w, ((x.ndim - 1,), (1 if plan.transposed else 0,)), policy.accum)
 
@@ -347,7 +313,7 @@ def _input_gradient(g: jax.Array, w: Projected, key: jax.Array | None, plan: _Pl
   g = g.astype(policy.compute)
   if isinstance(w, QTensor) and not plan.transposed:
     return _resting_product(g, w, plan, transposed=True)
-  plan.note('dx', _NO_KERNEL)
+  plan.note('dx', _why_not(w))
   axis = 0 if plan.transposed else 1
   return contract(g, _operand(w, policy.compute), ((g.ndim - 1,), (axis,)), policy.accum)
 
@@ -420,20 +386,6 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
   return _matmul(x, w, None, None, _Plan(policy, transposed, implementation='xla'))
 
 
-def _choose(w: Projected, integer: str) -> tuple[bool, str]:
-  """Whether quantized inputs meet w as integers, and why not."""
-  w = w.rest if isinstance(w, Decomposed) else w
-  reason = integers.obstacle(w.scheme if isinstance(w, QTensor | Trained) else None, w.shape[-2])
-  if integer == 'always' and reason:
-    raise UserError(f"integer = 'always', but {reason}; use int8:axis=channel, or integer = 'auto'")
-  if integer == 'never':
-    reason = "integer = 'never'"
-  elif integer == 'auto' and reason is None and isinstance(w, QTensor | Trained):
-    blocks = -(-w.inputs // w.scheme.block_of(w.inputs))
-    reason = f'{blocks} blocks of a weight are slower as integers' if blocks > integers.FEW_BLOCKS else None
-  return reason is None, reason or ''
-
-
 def explain(x_shape: tuple[int, ...], w: Projected, numerics: Numerics, path: str | None) -> str:
   """Which way the product of x [..., K] with w at `path` takes, and why: 'plain', 'integer' or 'fake: …'.
 
@@ -443,7 +395,7 @@ def explain(x_shape: tuple[int, ...], w: Projected, numerics: Numerics, path: st
   scheme, compute = numerics.scheme_of(path), numerics.policy.compute
   if scheme.is_none:
     return f'plain: no rule quantizes the inputs of {path!r}; x and the weight are multiplied in {compute}'
-  is_integer, reason = _choose(w, numerics.integer)
+  is_integer, reason = integers.choose(w, numerics.integer)
   aside = f'; {w.kept.inputs} outlying inputs apart in {compute}' if isinstance(w, Decomposed) else ''
   if not is_integer:
     return f'fake: x as {scheme} and the weight are read back and multiplied in {compute}: {reason}{aside}'
@@ -556,34 +508,6 @@ def _raise_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tup
 _raise.defvjp(_raise_fwd, _raise_bwd)
 
 
-def check_backward(numerics: Numerics, path: str | None, scheme: Scheme, shape: tuple[int, ...]) -> None:
-  """Refuses integer gradients where there are no integers to multiply, or scales that differ within a sum.
-
-  Args:
-    numerics: what is asked for.
-    path: of the projection.
-    scheme: in which its weight is trained.
-    shape: of the weight, [..., K, N].
-
-  Raises:
-    UserError: naming the path.
-  """
-  inputs, outputs = shape[-2:]
-  backward = numerics.backward
-  if backward.dx == 'int8':
-    reason = integers.obstacle(scheme, inputs)
-    if reason is None and scheme.block_of(inputs) < inputs:
-      reason = f'{scheme} has several scales an output'
-    if reason is None and outputs > integers.SAFE_TERMS:
-      reason = f'a sum over {outputs} outputs may exceed an int32'
-    if reason is not None:
-      raise UserError(f"backward.dx = 'int8' for {path}: {reason}; use weights in int8:axis=channel")
-  if backward.dw == 'int8' and numerics.scheme_of(path).is_none:
-    raise UserError(
-      f"backward.dw = 'int8' for {path}: its inputs are not quantized; use activations in int8:axis=token"
-    )
-
-
 def dot(
   x: jax.Array,
   w: Projected,
@@ -634,7 +558,7 @@ def dot(
   backward = Backward()
   if isinstance(w, Trained):
     backward = numerics.backward
-    check_backward(numerics, path, w.scheme, w.shape)
+    integers.check_backward(backward, scheme, path, w.scheme, w.shape)
   plan = _Plan(policy, backward=backward, implementation=numerics.implementation, path=path)
   if scheme.is_none:
     y = _matmul(x, w, None, rounding_key, plan)
@@ -644,7 +568,7 @@ def dot(
         f"activations: {path!r} is to be quantized as {scheme}, but the collection 'act' holds no range for"
         f' it; calibrate first, or use {dataclasses.replace(scheme, is_static=False)}'
       )
-    is_integer, _ = _choose(w, numerics.integer)
+    is_integer, _ = integers.choose(w, numerics.integer)
     plan = dataclasses.replace(
       plan, scheme=scheme, is_integer=is_integer, gradient=numerics.activation_gradient
     )
