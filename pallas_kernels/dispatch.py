@@ -22,7 +22,7 @@ from pallas_kernels.quantize import tpu as quantize_tpu
 # What a user may ask for. 'auto' is the platform's kernel where one serves, else 'xla'; every other name runs
 # or raises.
 KERNELS = {
-  'xla': 'dequantize, then multiply, compiled by XLA',
+  'xla': "XLA's own products; a weight in few bits is decoded first",
   'pallas': 'the kernel of the platform that the program is compiled for',
   'pallas_tpu': 'the TPU kernel, whatever the platform',
   'pallas_gpu': 'the Triton kernel for NVIDIA GPUs, whatever the platform',

@@ -5,10 +5,11 @@ or the input (`weight_gradient`). Whichever way is taken, codes and sums are the
 an output the float32 products with the scales are the same, too, bit for bit; with several blocks each way
 adds them up on its own.
 
-Inputs are quantized by a kernel where each token has a scale of its own. Gradients, which are rounded at
-random, are not: their bits come from JAX's keys, so that a run that goes on after a stop gets the same ones,
-and a kernel would have to read from memory what XLA draws on the way. Weights are not, either: XLA quantizes
-them in training as in conversion.
+Inputs are quantized by a kernel where each token has a scale of its own, on TPUs. Interpreted, it gives the
+codes of XLA; no chip has been asked. Training and the converted model take the same way, and agree in any
+case. Gradients, which are rounded at random, have no kernel: their bits come from JAX's keys, so that a run
+that goes on after a stop gets the same ones, and a kernel would have to read from memory what XLA draws on
+the way. Weights have none, either: XLA quantizes them in training as in conversion.
 
 Over several devices each multiplies its part (`jax.shard_map`), as `qjax.kernels` has it.
 """
@@ -39,7 +40,6 @@ SAFE_TERMS = reference.SAFE_TERMS
 FEW_BLOCKS = 2
 # XLA's CPU backend multiplies one row of integers five times more slowly than eight.
 FEW_ROWS = 8
-
 
 # Whether quantized inputs meet integer weights as integers.
 INTEGER = {
