@@ -115,8 +115,9 @@ def obstacle(case: Case) -> str | None:
   if case.kernel in LOW_BIT:
     rows = [row for row in dispatch.TABLE if row.op == dispatch.LOW_BIT and row.platform == chip.kind]
     reason = '; '.join(filter(None, (row.why_not(case.layout(), case.dtype) for row in rows))) or None
-  elif case.kernel == 'int8_matmul' and is_tpu:
-    reason = int8_tpu.obstacle(f'TPU {chip.name}')
+  elif case.kernel == 'int8_matmul':
+    (row,) = (row for row in dispatch.TABLE if row.op == dispatch.INT8 and row.platform == chip.kind)
+    reason = row.why_not(None, 'int8', f'TPU {chip.name}' if is_tpu else '')
   elif case.kernel == 'quantize_weight':
     reason = (quantize_tpu if is_tpu else quantize_gpu).obstacle(case.layout())
   elif not is_tpu and 'stochastic' in (case.format, case.kernel.partition('_')[0]):

@@ -184,6 +184,8 @@ def _by(method: str, config: ConfigDict) -> ConfigDict:
     other[name] = config[name]
   if config.method == 'lora' and method == 'qlora':
     other.lora = config.lora
+  if method != 'qlora' and config.kernels != 'xla':
+    other.kernels = 'auto'  # one by name is refused where no weight is in few bits
   return other
 
 

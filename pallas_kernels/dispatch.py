@@ -10,14 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import backend
 
+from pallas_kernels.int8_matmul import gpu as int8_gpu
+from pallas_kernels.int8_matmul import tpu as int8_tpu
 from pallas_kernels.low_bit_matmul import gpu as low_bit_gpu
 from pallas_kernels.low_bit_matmul import tpu as low_bit_tpu
+from pallas_kernels.quantize import gpu as quantize_gpu
+from pallas_kernels.quantize import tpu as quantize_tpu
 
 # What a user may ask for. 'auto' is the platform's kernel where one serves, else 'xla'; every other name runs
 # or raises.
 KERNELS = {
-  'xla': 'dequantize, then multiply, compiled by XLA',
+  'xla': "XLA's own products; a weight in few bits is decoded first",
   'pallas': 'the kernel of the platform that the program is compiled for',
   'pallas_tpu': 'the TPU kernel, whatever the platform',
   'pallas_gpu': 'the Triton kernel for NVIDIA GPUs, whatever the platform',
@@ -31,11 +36,12 @@ class Implementation:
   """A kernel.
 
   Attributes:
-    op: the product that it computes; those of one op share signatures and a reference.
+    op: what it computes; those of one op share signatures and a reference.
     name: 'pallas_tpu' or 'pallas_gpu'.
     platform: 'tpu' or 'gpu'.
     dtypes: names of the dtypes of activations that it takes.
-    obstacle: why it can't serve a layout, None if it can.
+    obstacle: why it can't serve a layout on a kind of device, None if it can. What a layout is depends on
+      the op; '' is a device of no known kind.
     products: its functions by name, for instance 'matmul' and 'matmul_transposed'.
   """
 
@@ -43,15 +49,15 @@ class Implementation:
   name: str
   platform: str
   dtypes: tuple[str, ...]
-  obstacle: Callable[[Any], str | None]
-  products: Mapping[str, Callable[..., jax.Array]]
+  obstacle: Callable[[Any, str], str | None]
+  products: Mapping[str, Callable[..., Any]]
 
-  def why_not(self, layout: Any, dtype: Any) -> str | None:
-    """Why it can't multiply activations in `dtype` with a weight of this layout, None if it can."""
+  def why_not(self, layout: Any, dtype: Any, device_kind: str = '') -> str | None:
+    """Why it can't serve activations in `dtype` and a layout on a device of that kind, None if it can."""
     name = jnp.dtype(dtype).name
     if name not in self.dtypes:
       return f'a {self.platform.upper()} kernel has no products in {name}, only in {", ".join(self.dtypes)}'
-    return self.obstacle(layout)
+    return self.obstacle(layout, device_kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,33 +67,95 @@ class Choice:
   implementation: Implementation
   interpret: bool = False
 
-  def product(self, name: str) -> Callable[..., jax.Array]:
+  @property
+  def told(self) -> str:
+    """What runs, for records: 'pallas_tpu: int8_matmul'."""
+    return f'{INTERPRETED if self.interpret else self.implementation.name}: {self.implementation.op}'
+
+  def product(self, name: str) -> Callable[..., Any]:
     return self.implementation.products[name]
 
 
+# Ops, and what their kernels take as a layout: that of a weight's bytes, nothing, and the inputs of a token.
 LOW_BIT = 'low_bit_matmul'
+INT8 = 'int8_matmul'
+TOKENS = 'quantize_tokens'
 
 TABLE = (
   Implementation(
-    LOW_BIT, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'), low_bit_tpu.obstacle,
+    LOW_BIT, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'), lambda layout, kind: low_bit_tpu.obstacle(layout),
     {'matmul': low_bit_tpu.matmul, 'matmul_transposed': low_bit_tpu.matmul_transposed},
   ),
   Implementation(
-    LOW_BIT, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'), low_bit_gpu.obstacle,
+    LOW_BIT, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'),
+    lambda layout, kind: low_bit_gpu.obstacle(layout),
     {'matmul': low_bit_gpu.matmul, 'matmul_transposed': low_bit_gpu.matmul_transposed},
+  ),
+  Implementation(
+    INT8, 'pallas_tpu', 'tpu', ('int8',), lambda layout, kind: int8_tpu.obstacle(kind),
+    {'matmul': int8_tpu.matmul},
+  ),
+  Implementation(
+    INT8, 'pallas_gpu', 'gpu', ('int8',), lambda layout, kind: None, {'matmul': int8_gpu.matmul}
+  ),
+  Implementation(
+    TOKENS, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'),
+    lambda inputs, kind: quantize_tpu.tokens_obstacle(inputs), {'tokens': quantize_tpu.tokens},
+  ),
+  Implementation(
+    TOKENS, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'),
+    lambda inputs, kind: quantize_gpu.tokens_obstacle(inputs), {'tokens': quantize_gpu.tokens},
   ),
 )  # fmt: skip
 
 
+def _device() -> Any:
+  """What a program traced now is compiled for: of the ambient mesh, or JAX's first device."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.devices()[0] if device is None else device
+
+
 def target_platform() -> str:
-  """What a program traced now is compiled for: 'tpu', 'gpu' or 'cpu'.
+  """What a program traced now is compiled for: 'tpu', 'gpu' (of NVIDIA), 'rocm' or 'cpu'.
 
   The devices of the ambient mesh decide (`jax.set_mesh`), so that a program compiled ahead of time for chips
-  that are not there gets their kernels; without a mesh, JAX's default backend.
+  that are not there gets their kernels; without a mesh, JAX's default backend. JAX calls AMD's GPUs 'gpu',
+  too, but no kernel here was written or compiled for them.
   """
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  platform = jax.default_backend() if device is None else device.platform
-  return 'gpu' if platform in ('cuda', 'rocm') else platform
+  platform, kind = _device().platform, _device().device_kind.lower()
+  if platform == 'gpu':
+    is_here = jax.default_backend() == 'gpu'
+    version = backend.get_backend().platform_version.lower() if is_here else ''
+    is_amd = 'rocm' in version or any(word in kind for word in ('amd', 'instinct', 'radeon', 'gfx'))
+    return 'rocm' if is_amd else 'gpu'
+  return 'gpu' if platform == 'cuda' else platform
+
+
+def explain(
+  op: str, kernels: str, layout: Any, dtype: Any, obstacle: str | None = None, platform: str | None = None
+) -> Choice | str:
+  """The kernel that computes `op`, or why XLA does; arguments are those of `choose`."""
+  if kernels == 'xla':
+    return "kernels = 'xla'"
+  platform = platform or target_platform()
+  rows = [row for row in TABLE if row.op == op]
+  if kernels in ('pallas_tpu', 'pallas_gpu'):
+    rows = [row for row in rows if row.name == kernels]
+    if platform == 'rocm':
+      return 'the kernels are for TPUs and NVIDIA GPUs, not for one of AMD'
+  else:
+    is_simulated = kernels == INTERPRETED and platform == 'cpu'
+    rows = [row for row in rows if row.platform == ('tpu' if is_simulated else platform)]
+  reasons = []
+  for row in rows:
+    reason = obstacle or row.why_not(layout, dtype, _device().device_kind)
+    if reason is None:
+      return Choice(row, kernels == INTERPRETED)
+    reasons.append(reason)
+  others = ', '.join(sorted({row.name for row in TABLE if row.op == op}))
+  return '; '.join(reasons) or (
+    f'no kernel of {op} runs on a {platform}; {others} compile for other platforms, {INTERPRETED} runs here'
+  )
 
 
 def choose(
@@ -106,27 +174,11 @@ def choose(
   Raises:
     NotImplementedError: a kernel was asked for by name and can't serve; says why, and what does.
   """
-  if kernels == 'xla':
+  found = explain(op, kernels, layout, dtype, obstacle, platform)
+  if isinstance(found, Choice):
+    return found
+  if kernels in ('auto', 'xla'):
     return None
-  platform = platform or target_platform()
-  rows = [row for row in TABLE if row.op == op]
-  if kernels in ('pallas_tpu', 'pallas_gpu'):
-    rows = [row for row in rows if row.name == kernels]
-  else:
-    is_simulated = kernels == INTERPRETED and platform == 'cpu'
-    rows = [row for row in rows if row.platform == ('tpu' if is_simulated else platform)]
-  reasons = []
-  for row in rows:
-    reason = obstacle or row.why_not(layout, dtype)
-    if reason is None:
-      return Choice(row, kernels == INTERPRETED)
-    reasons.append(reason)
-  if kernels == 'auto':
-    return None
-  others = ', '.join(sorted({row.name for row in TABLE if row.op == op}))
-  why = '; '.join(reasons) or (
-    f'no kernel of {op} runs on a {platform}; {others} compile for other platforms, {INTERPRETED} runs here'
-  )
   raise NotImplementedError(
-    f"kernels = {kernels!r}: {why}; use kernels = 'auto' or 'xla', which multiply by XLA's own product"
+    f"kernels = {kernels!r}: {found}; use kernels = 'auto' or 'xla', which multiply by XLA's own product"
   )

@@ -4,9 +4,14 @@
 split a kernel, so over several devices each runs it on its own part (`jax.shard_map`): rows of x by the batch
 axes of the mesh, the weight by the axes that split inside a layer, as `sharding.RULES` has them. What rests
 split over the batch axes is gathered first, as bytes.
+
+What is chosen for which product is noted while a program is traced (`noting`), for records and plans.
 """
 
 import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -16,6 +21,64 @@ from pallas_kernels import dispatch
 from pallas_kernels.low_bit_matmul.layout import Layout
 from qjax import sharding
 from qjax.quant.qtensor import QTensor, per_column
+
+# By (path of a weight, product), what computes it.
+Notes = dict[tuple[str, str], set[str]]
+_NOTES: ContextVar[Notes | None] = ContextVar('notes', default=None)
+
+
+@contextmanager
+def noting() -> Iterator[Notes]:
+  """By what each product of a program that is traced meanwhile is computed.
+
+  Keys are (path of the weight, product): 'forward', 'dx' (the gradient of the input), 'dw' (of the weight) or
+  'inputs' (their quantization). Values name a kernel, 'pallas_tpu: int8_matmul', or say 'xla: ' and why.
+  """
+  outer, notes = _NOTES.get(), Notes()
+  token = _NOTES.set(notes)
+  try:
+    yield notes
+  finally:
+    _NOTES.reset(token)
+    if outer is not None:
+      for key, ways in notes.items():
+        outer.setdefault(key, set()).update(ways)
+
+
+def note(path: str | None, product: str, found: dispatch.Choice | str) -> None:
+  """Notes that a product runs by a kernel, or by XLA for the reason given."""
+  notes = _NOTES.get()
+  if notes is None or path is None:
+    return
+  told = f'xla: {found}' if isinstance(found, str) else found.told
+  notes.setdefault((path, product), set()).add(told)
+
+
+def products(notes: Notes) -> dict[str, list[str]]:
+  """Notes as a record has them: each way with the products that take it, 'path product'."""
+  found: dict[str, list[str]] = {}
+  for (path, product), ways in sorted(notes.items()):
+    for told in sorted(ways):
+      found.setdefault(told, []).append(f'{path} {product}')
+  return found
+
+
+def summary(ways: Mapping[str, Any]) -> str:
+  """What multiplies, from the keys of `products`: 'xla', 'pallas_tpu', or 'pallas_tpu and xla'."""
+  return ' and '.join(sorted({told.partition(':')[0] for told in ways})) or 'xla'
+
+
+def mesh_obstacle() -> str | None:
+  """Why kernels can't run on the ambient mesh, None if they can."""
+  if len(set(jax.sharding.get_abstract_mesh().axis_types)) > 1:
+    return 'the axes of the mesh are of several types'
+  return None
+
+
+def is_split() -> bool:
+  """Whether a kernel must be told which part of an array each device has."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return not (mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types)
 
 
 def layout_of(w: QTensor) -> Layout:
@@ -35,12 +98,20 @@ def choose(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | None:
   """
   if w.scheme.numbers.is_float:
     return None
-  obstacle = None
+  return dispatch.choose(dispatch.LOW_BIT, kernels, layout_of(w), compute, _obstacle(w))
+
+
+def _obstacle(w: QTensor) -> str | None:
   if w.scheme.numbers.dtype is not None:
-    obstacle = f'codes of {w.scheme} are patterns of floats, neither integers nor places in a table'
-  elif len(set(jax.sharding.get_abstract_mesh().axis_types)) > 1:
-    obstacle = 'the axes of the mesh are of several types'
-  return dispatch.choose(dispatch.LOW_BIT, kernels, layout_of(w), compute, obstacle)
+    return f'codes of {w.scheme} are patterns of floats, neither integers nor places in a table'
+  return mesh_obstacle()
+
+
+def explain(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | str:
+  """As `choose`, with the reason where XLA multiplies."""
+  if w.scheme.numbers.is_float:
+    return f'a weight in {w.scheme} is not decoded'
+  return dispatch.explain(dispatch.LOW_BIT, kernels, layout_of(w), compute, _obstacle(w))
 
 
 def multiply(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qjax import adapters, ops, storage, trees
+from qjax import adapters, integers, storage, trees
 from qjax.adapters import LoraSpec
 from qjax.errors import UserError, nearest
 from qjax.models.objective import Distillation
@@ -166,7 +166,7 @@ class Method:
 
     Raises:
       UserError: a rule that matches nothing or is never used, an uncovered leaf, a quantized leaf that is to
-        be trained or is no projection, a target without a match.
+        be trained or is no projection, a target without a match, a kernel by name that no product is for.
     """
     paths = list(shapes)
     kinds = storage.plan(self.storage, paths, (PARAM,))
@@ -183,12 +183,20 @@ class Method:
       targets = adapters.targets(self.trainable.lora, shapes)
     elif not self.trainable.slices:
       trees.select(self.trainable.pattern, [f'params/{path}' for path in paths], 'trainable')
+    in_few_bits = False
     for path in projections:
-      scheme = n.trained_scheme_of(path, _is_at_rest(kinds[path], path), path in targets)
+      rests = _is_at_rest(kinds[path], path)
+      scheme = n.trained_scheme_of(path, rests, path in targets)
       if path in dict(self.trainable.slices):
         scheme = storage.scheme_of(kinds[path], path)
+      in_few_bits |= rests or (scheme is not None and not scheme.numbers.is_float)
       if scheme is not None:
-        ops.check_backward(n, path, scheme, shapes[path])
+        integers.check_backward(n.backward, n.scheme_of(path), path, scheme, shapes[path])
+    if n.implementation not in ('auto', 'xla') and not in_few_bits:
+      raise UserError(
+        f'kernels = {n.implementation!r}, but no weight of this model is multiplied in few bits, as kernels'
+        " do; use kernels = 'auto' or 'xla', or a method that quantizes, such as qlora or qat"
+      )
     for path, layers in self.trainable.slices:
       if path not in projections or not all(0 <= layer < shapes[path][0] for layer in layers):
         raise UserError(f'targeted: {path} layers {layers} are no projections of this model')

@@ -30,11 +30,12 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import dispatch
-from qjax import kernels, trees
+from qjax import integers, kernels, trees
 from qjax.adapters import Adapter
 from qjax.errors import UserError, nearest
+from qjax.integers import Backward, Where
 from qjax.precision import Policy
-from qjax.quant import activations, fake, formats
+from qjax.quant import activations, fake
 from qjax.quant.activations import ActivationScheme, Decomposed, Rules
 from qjax.quant.fake import FakeQuantized, Trained
 from qjax.quant.formats import Scheme, parse_scheme
@@ -43,51 +44,6 @@ from qjax.remat import LOW_RANK, named
 
 Weight = jax.Array | QTensor
 Projected = Weight | Decomposed | Trained  # what a projection may hold
-
-# Whether quantized inputs meet integer weights as integers.
-INTEGER = {
-  'auto': 'where it is possible and not slower',
-  'always': 'or it is an error',
-  'never': 'they are multiplied as floats',
-}
-
-# Products of two codes that an int32 holds the sum of, however they fall.
-SAFE_TERMS = (2**31 - 1) // 127**2
-# Each block of a weight is a product of its own, written out and scaled; three are slower than floats on CPU.
-FEW_BLOCKS = 2
-# XLA's CPU backend multiplies one row of integers five times more slowly than eight.
-FEW_ROWS = 8
-
-
-# In which numbers a product of the backward pass is taken, and how a gradient is rounded to integers.
-BACKWARD = ('compute', 'int8')
-ROUNDINGS = ('stochastic', 'nearest')
-
-
-@dataclasses.dataclass(frozen=True)
-class Backward:
-  """In which numbers gradients are multiplied, where weights are integers with a scale an output.
-
-  Attributes:
-    dx: of the input, g·Wᵀ: in the 'compute' dtype, or 'int8'.
-    dw: of the weight, xᵀ·g: likewise; 'int8' needs inputs that are quantized, too.
-    rounding: of gradients to integers, 'stochastic' or 'nearest'.
-  """
-
-  dx: str = 'compute'
-  dw: str = 'compute'
-  rounding: str = 'stochastic'
-
-  def __post_init__(self) -> None:
-    for name, known in (('dx', BACKWARD), ('dw', BACKWARD), ('rounding', ROUNDINGS)):
-      if (value := getattr(self, name)) not in known:
-        raise UserError(f'backward.{name} = {value!r} is not known{nearest(value, known)}')
-
-  @property
-  def draws(self) -> bool:
-    """Whether random numbers are needed."""
-    return self.rounding == 'stochastic' and 'int8' in (self.dx, self.dw)
-
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
@@ -99,7 +55,7 @@ class Numerics:
       with a weight in few bits are computed, and the default goes by the platform that is compiled for.
     activations: (pattern over a projection's path, scheme of its inputs), first match wins; see
       `qjax.quant.activations`.
-    integer: a name in `INTEGER`.
+    integer: a name in `integers.INTEGER`.
     weights: (pattern over a projection's path, scheme or 'none') for weights that are trained through their
       quantizer, first match wins. An adapter of such a weight is inside the quantizer.
     weight_gradient: how their gradient passes, and whether ranges learn; a name in `fake.GRADIENTS`.
@@ -116,17 +72,17 @@ class Numerics:
   weight_gradient: str = 'ste'
   weight_rounding: str = 'nearest'
   activation_gradient: str = 'ste'
-  backward: Backward = Backward()
+  backward: Backward = dataclasses.field(default_factory=Backward)
 
   def __post_init__(self) -> None:
     if self.implementation not in ('auto', *dispatch.KERNELS):
       raise UserError(
         f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(dispatch.KERNELS)}'
       )
-    if self.integer not in INTEGER:
-      raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, INTEGER)}')
+    if self.integer not in integers.INTEGER:
+      raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, integers.INTEGER)}')
     activations.rules(self.activations)
-    gradients, roundings = fake.GRADIENTS, ROUNDINGS
+    gradients, roundings = fake.GRADIENTS, integers.ROUNDINGS
     for name, known in (
       ('weight_gradient', gradients), ('activation_gradient', gradients), ('weight_rounding', roundings)
     ):  # fmt: skip
@@ -141,13 +97,6 @@ class Numerics:
         )
       if scheme is not None and not scheme.numbers.is_integer and self.weight_rounding == 'stochastic':
         raise UserError(f'weights: {spelling!r} cannot be rounded at random; only integers can')
-
-  @property
-  def used(self) -> str:
-    """The implementation that runs where it can serve."""
-    if self.implementation != 'auto':
-      return self.implementation
-    return 'xla' if dispatch.target_platform() == 'cpu' else 'pallas'
 
   @property
   def draws(self) -> bool:
@@ -186,9 +135,16 @@ class _Plan:
   scheme: ActivationScheme = dataclasses.field(default_factory=ActivationScheme)
   is_integer: bool = False
   gradient: str = 'ste'
-  backward: Backward = Backward()
+  backward: Backward = dataclasses.field(default_factory=Backward)
   implementation: str = 'auto'
   path: str | None = None
+
+  @property
+  def where(self) -> Where:
+    return Where(self.implementation, self.path)
+
+  def note(self, product: str, found: dispatch.Choice | str) -> None:
+    kernels.note(self.path, product, found)
 
 
 def contract(
@@ -265,49 +221,22 @@ def _operand(w: Projected, dtype: jnp.dtype) -> jax.Array:
   return dequantize(w, dtype) if isinstance(w, QTensor) else w.astype(dtype)
 
 
+def _why_not(w: Projected) -> str:
+  """Why no kernel decodes w while it multiplies."""
+  if isinstance(w, Decomposed):
+    return 'a decomposed weight is decoded as a whole'
+  return 'the weight is plain' if not isinstance(w, QTensor) else f'a weight in {w.scheme} is not decoded'
+
+
 def _resting_product(x: jax.Array, w: QTensor, plan: _Plan, transposed: bool) -> jax.Array:
   """x · w, or x · wᵀ, by the implementation of the plan."""
   policy = plan.policy
+  plan.note('dx' if transposed else 'forward', kernels.explain(w, x.dtype, plan.implementation))
   y = kernels.multiply(x, w, plan.implementation, plan.path, transposed)
   if y is not None:
     return y.astype(policy.accum)
   axis = 1 if transposed else 0
   return contract(x, _operand(w, policy.compute), ((x.ndim - 1,), (axis,)), policy.accum)
-
-
-def _integer_contract(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
-  """int8 [..., K] times int8 [K, N] as int32 [..., N], exactly for K up to `SAFE_TERMS`."""
-
-  def direct(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
-    return contract(codes, w_codes, ((codes.ndim - 1,), (0,)), jnp.dtype('int32'))
-
-  def filled_up(codes: jax.Array, w_codes: jax.Array) -> jax.Array:
-    flat = codes.reshape(-1, codes.shape[-1])
-    padded = jnp.pad(flat, ((0, FEW_ROWS - len(flat)), (0, 0)))
-    return direct(padded, w_codes)[: len(flat)].reshape(*codes.shape[:-1], w_codes.shape[-1])
-
-  if math.prod(codes.shape[:-1]) >= FEW_ROWS:
-    return direct(codes, w_codes)
-  return jax.lax.platform_dependent(codes, w_codes, cpu=filled_up, default=direct)
-
-
-def _integer_product(x: jax.Array, w: QTensor, scheme: ActivationScheme, high: jax.Array | None) -> jax.Array:
-  """x [..., K] quantized times a symmetric integer w [K, N] as float32 [..., N]: sums, then scales."""
-  k = w.inputs
-  codes, x_scale = activations.encode(x, scheme, high)
-  scale = per_column(w.scales, w.scheme, w.shape[-1])
-  block = w.scheme.block_of(k)
-  numbers = w.scheme.numbers
-  rows = formats.packed_rows(block, numbers.bits)
-  y = jnp.zeros((), jnp.float32)
-  for index, start in enumerate(range(0, k, block)):
-    w_codes = w.codes[index * rows : (index + 1) * rows]
-    size = min(block, k - start)
-    if numbers.bits < 8:
-      w_codes = formats.unpack(w_codes, numbers.bits, size).astype(jnp.int8) - np.int8(numbers.bias)
-    sums = _integer_contract(codes[..., start : start + size], w_codes)
-    y = y + sums.astype(jnp.float32) * scale[index]
-  return y * x_scale
 
 
 def _product(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) -> jax.Array:
@@ -318,11 +247,12 @@ def _product(x: jax.Array, w: Projected, high: jax.Array | None, plan: _Plan) ->
     rest = _product(jnp.where(w.is_ordinary, x, jnp.zeros((), x.dtype)), w.rest, high, plan)
     return rest + _product(w.outliers(x), w.kept, None, _Plan(policy))
   if plan.is_integer and isinstance(w, QTensor):
-    return _integer_product(x, w, scheme, high).astype(policy.accum)
+    return integers.product(x, w, scheme, high, plan.where).astype(policy.accum)
   if not scheme.is_none:
     x = activations.fake(x, scheme, high)
   if isinstance(w, QTensor) and not plan.transposed:
     return _resting_product(x.astype(policy.compute), w, plan, transposed=False)
+  plan.note('forward', _why_not(w))
   x, w = x.astype(policy.compute), _operand(w, policy.compute)
   return contract(x, w, ((x.ndim - 1,), (1 if plan.transposed else 0,)), policy.accum)
 
@@ -379,11 +309,11 @@ def _input_gradient(g: jax.Array, w: Projected, key: jax.Array | None, plan: _Pl
   if plan.backward.dx == 'int8' and isinstance(w, QTensor):
     scale = per_column(w.scales, w.scheme, w.shape[-1])[0]
     codes, g_scale = fake.gradient_codes(g.astype(jnp.float32) * scale, -1, key)
-    sums = contract(codes, w.unpacked(), ((g.ndim - 1,), (1,)), jnp.dtype('int32'))
-    return (sums.astype(jnp.float32) * g_scale).astype(policy.accum)
+    return integers.input_gradient(codes, g_scale, w, plan.where).astype(policy.accum)
   g = g.astype(policy.compute)
   if isinstance(w, QTensor) and not plan.transposed:
     return _resting_product(g, w, plan, transposed=True)
+  plan.note('dx', _why_not(w))
   axis = 0 if plan.transposed else 1
   return contract(g, _operand(w, policy.compute), ((g.ndim - 1,), (axis,)), policy.accum)
 
@@ -394,12 +324,16 @@ def _weight_gradient(
   """xᵀ·g [K, N] in `policy.accum` for x [..., K], quantized as the plan says, and g [..., N]."""
   policy, scheme = plan.policy, plan.scheme
   g_rows = g.reshape(-1, g.shape[-1])
-  is_safe = len(g_rows) <= SAFE_TERMS
-  if plan.backward.dw == 'int8' and is_safe and not plan.transposed and not scheme.is_none:
-    codes, x_scale = activations.encode(x.reshape(-1, x.shape[-1]), scheme, high)
-    g_codes, g_scale = fake.gradient_codes(g_rows.astype(jnp.float32) * x_scale, 0, key)
-    sums = contract(codes, g_codes, ((0,), (0,)), jnp.dtype('int32'))
-    return (sums.astype(jnp.float32) * g_scale).astype(policy.accum)
+  if plan.backward.dw == 'int8' and not plan.transposed and not scheme.is_none:
+    if len(g_rows) <= integers.SAFE_TERMS:
+      codes, x_scale = integers.encode(x, scheme, high, plan.where)
+      scaled = (g.astype(jnp.float32) * x_scale).reshape(g_rows.shape)
+      g_codes, g_scale = fake.gradient_codes(scaled, 0, key)
+      g_codes = g_codes.reshape(g.shape)
+      return integers.weight_gradient(codes, g_codes, g_scale, plan.where).astype(policy.accum)
+    plan.note('dw', f'a sum over {len(g_rows)} rows may exceed an int32, so that floats are multiplied')
+  else:
+    plan.note('dw', 'it is a product of floats')
   x = x if scheme.is_none else activations.fake(x, scheme, high)
   x_rows, g_rows = x.reshape(-1, x.shape[-1]).astype(policy.compute), g_rows.astype(policy.compute)
   left, right = (g_rows, x_rows) if plan.transposed else (x_rows, g_rows)
@@ -452,33 +386,6 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
   return _matmul(x, w, None, None, _Plan(policy, transposed, implementation='xla'))
 
 
-def _obstacle(scheme: Scheme | None, inputs: int) -> str | None:
-  """Why a product with a weight [inputs, N] in a scheme can't be one of integers, None if it can."""
-  if scheme is None:
-    return 'the weight is not quantized'
-  if not scheme.numbers.is_integer:
-    return f'the codes of {scheme} are no integers'
-  if scheme.asymmetric:
-    return f'{scheme} has offsets'
-  if (terms := scheme.block_of(inputs)) > SAFE_TERMS:
-    return f'a sum of {terms} products of codes may exceed an int32, which holds {SAFE_TERMS}'
-  return None
-
-
-def _choose(w: Projected, integer: str) -> tuple[bool, str]:
-  """Whether quantized inputs meet w as integers, and why not."""
-  w = w.rest if isinstance(w, Decomposed) else w
-  reason = _obstacle(w.scheme if isinstance(w, QTensor | Trained) else None, w.shape[-2])
-  if integer == 'always' and reason:
-    raise UserError(f"integer = 'always', but {reason}; use int8:axis=channel, or integer = 'auto'")
-  if integer == 'never':
-    reason = "integer = 'never'"
-  elif integer == 'auto' and reason is None and isinstance(w, QTensor | Trained):
-    blocks = -(-w.inputs // w.scheme.block_of(w.inputs))
-    reason = f'{blocks} blocks of a weight are slower as integers' if blocks > FEW_BLOCKS else None
-  return reason is None, reason or ''
-
-
 def explain(x_shape: tuple[int, ...], w: Projected, numerics: Numerics, path: str | None) -> str:
   """Which way the product of x [..., K] with w at `path` takes, and why: 'plain', 'integer' or 'fake: …'.
 
@@ -488,12 +395,12 @@ def explain(x_shape: tuple[int, ...], w: Projected, numerics: Numerics, path: st
   scheme, compute = numerics.scheme_of(path), numerics.policy.compute
   if scheme.is_none:
     return f'plain: no rule quantizes the inputs of {path!r}; x and the weight are multiplied in {compute}'
-  is_integer, reason = _choose(w, numerics.integer)
+  is_integer, reason = integers.choose(w, numerics.integer)
   aside = f'; {w.kept.inputs} outlying inputs apart in {compute}' if isinstance(w, Decomposed) else ''
   if not is_integer:
     return f'fake: x as {scheme} and the weight are read back and multiplied in {compute}: {reason}{aside}'
   rows = math.prod(x_shape[:-1])
-  filled = f'; {rows} rows are filled up to {FEW_ROWS} on CPU' if rows < FEW_ROWS else ''
+  filled = f'; {rows} rows are filled up to {integers.FEW_ROWS} on CPU' if rows < integers.FEW_ROWS else ''
   return f'integer: codes of x as {scheme} times codes of the weight, summed in int32{filled}{aside}'
 
 
@@ -601,34 +508,6 @@ def _raise_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tup
 _raise.defvjp(_raise_fwd, _raise_bwd)
 
 
-def check_backward(numerics: Numerics, path: str | None, scheme: Scheme, shape: tuple[int, ...]) -> None:
-  """Refuses integer gradients where there are no integers to multiply, or scales that differ within a sum.
-
-  Args:
-    numerics: what is asked for.
-    path: of the projection.
-    scheme: in which its weight is trained.
-    shape: of the weight, [..., K, N].
-
-  Raises:
-    UserError: naming the path.
-  """
-  inputs, outputs = shape[-2:]
-  backward = numerics.backward
-  if backward.dx == 'int8':
-    reason = _obstacle(scheme, inputs)
-    if reason is None and scheme.block_of(inputs) < inputs:
-      reason = f'{scheme} has several scales an output'
-    if reason is None and outputs > SAFE_TERMS:
-      reason = f'a sum over {outputs} outputs may exceed an int32'
-    if reason is not None:
-      raise UserError(f"backward.dx = 'int8' for {path}: {reason}; use weights in int8:axis=channel")
-  if backward.dw == 'int8' and numerics.scheme_of(path).is_none:
-    raise UserError(
-      f"backward.dw = 'int8' for {path}: its inputs are not quantized; use activations in int8:axis=token"
-    )
-
-
 def dot(
   x: jax.Array,
   w: Projected,
@@ -679,7 +558,7 @@ def dot(
   backward = Backward()
   if isinstance(w, Trained):
     backward = numerics.backward
-    check_backward(numerics, path, w.scheme, w.shape)
+    integers.check_backward(backward, scheme, path, w.scheme, w.shape)
   plan = _Plan(policy, backward=backward, implementation=numerics.implementation, path=path)
   if scheme.is_none:
     y = _matmul(x, w, None, rounding_key, plan)
@@ -689,7 +568,7 @@ def dot(
         f"activations: {path!r} is to be quantized as {scheme}, but the collection 'act' holds no range for"
         f' it; calibrate first, or use {dataclasses.replace(scheme, is_static=False)}'
       )
-    is_integer, _ = _choose(w, numerics.integer)
+    is_integer, _ = integers.choose(w, numerics.integer)
     plan = dataclasses.replace(
       plan, scheme=scheme, is_integer=is_integer, gradient=numerics.activation_gradient
     )

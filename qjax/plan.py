@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qjax import chips, liveness, operations, sharding, train, trees
+from qjax import chips, kernels, liveness, operations, sharding, train, trees
 from qjax.chips import GIB, Chip
 from qjax.errors import UserError
 from qjax.liveness import Liveness
@@ -158,8 +158,9 @@ class Traced:
     self.program = program
     args = arguments(program)
     step = train.make_step(program.model, program.method, program.loop)
-    with jax.set_mesh(program.mesh):
+    with jax.set_mesh(program.mesh), kernels.noting() as notes:
       self._closed = jax.make_jaxpr(step)(*args)
+    self._kernels = train.kernels_used(program, kernels.products(notes))
     self._labels = _labels(*args[:3], program.method.memory_of)
     self._weights = trees.combine(args[0].trainable, args[1])
     self._trained = [leaf.shape for leaf in jax.tree.leaves(args[0].trainable)]
@@ -198,7 +199,7 @@ class Traced:
       parts[_PART_OF.get(label, label)] += count
     return Plan(
       chip.name, 'arithmetic', sum(parts.values()), self._waiting_bytes, capacity(chip), parts,
-      self.step_seconds(chip), self.tokens, train.kernels_used(self.program), self.host_traffic_bytes,
+      self.step_seconds(chip), self.tokens, self._kernels, self.host_traffic_bytes,
       self.hiding_tokens(chip),
     )  # fmt: skip
 
@@ -275,19 +276,17 @@ def compile_for(program: train.Program) -> dict[str, Any]:
   if hasattr(jax.config, 'jax_exec_time_optimization_effort'):
     jax.config.update('jax_exec_time_optimization_effort', QUICK)
   args = arguments(program)  # not below, where the mesh's devices, which are not here, would make the key
-  with jax.set_mesh(program.mesh):
-    kernels = train.kernels_used(program)
   try:
-    with jax.set_mesh(program.mesh):
+    with jax.set_mesh(program.mesh), kernels.noting() as notes:
       memory = train.compile_step(program, *args).memory
   except jax.errors.JaxRuntimeError as error:
     needed = _needed(str(error))
     if needed is None:
       raise
-    return {'needed_bytes': needed, 'kernels': kernels}
+    return {'needed_bytes': needed, 'kernels': train.kernels_used(program, kernels.products(notes))}
   fields = {name: getattr(memory, f'{name}_size_in_bytes') for name in _SIZES}
   fields |= {'peak': memory.peak_memory_in_bytes, 'seconds': time.monotonic() - start}
-  return fields | {'kernels': kernels}
+  return fields | {'kernels': train.kernels_used(program, kernels.products(notes))}
 
 
 _SIZES = ('argument', 'output', 'alias', 'temp', 'host_argument', 'host_output', 'host_alias', 'host_temp')

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qjax import checkpoint, evaluate, files, fused, records, sharding, trees
+from qjax import checkpoint, evaluate, files, fused, kernels, records, sharding, trees
 from qjax.data.pipeline import Dataset, DataSpec, eval_batches, train_iterator
 from qjax.errors import UserError
 from qjax.evaluate import Score
@@ -97,11 +97,19 @@ def state_shardings(state: State, mesh: Mesh) -> State:
 
 
 class Compiled(NamedTuple):
-  """The step as an executable, with what its compilation took and needs."""
+  """The step as an executable, with what its compilation took and needs.
+
+  Attributes:
+    call: the step.
+    memory: XLA's analysis.
+    seconds: of tracing and compiling.
+    products: by what each product with a projection's weight is computed, as `kernels.products` has it.
+  """
 
   call: StepFunction
   memory: Any
   seconds: float
+  products: Mapping[str, list[str]]
 
 
 def compile_step(
@@ -118,8 +126,11 @@ def compile_step(
       donate_argnums=0,
       out_shardings=(state_shardings(state, run.mesh), NamedSharding(run.mesh, PartitionSpec())),
   )
-  executable = jitted.lower(state, frozen, batch, key).compile()
-  return Compiled(executable, executable.memory_analysis(), time.monotonic() - start)
+  with kernels.noting() as notes:
+    lowered = jitted.lower(state, frozen, batch, key)
+  executable = lowered.compile()
+  seconds = time.monotonic() - start
+  return Compiled(executable, executable.memory_analysis(), seconds, kernels.products(notes))
 
 
 def place_batch(batch: Arrays, micro_batches: int, mesh: Mesh) -> dict[str, jax.Array]:
@@ -209,7 +220,7 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
     trained = {path: list(leaf.shape) for path, leaf in trees.flatten(state.trainable).items()}
     slices = {path: list(layers) for path, layers in run.method.trainable.slices}
     record.update(
-        status='running', sizes=sizes, kernels=kernels_used(run), unsplit=unsplit,
+        status='running', sizes=sizes, unsplit=unsplit,
         trained={'leaves': trained, 'layers': slices},
     )  # fmt: skip
     history: dict[str, Any] = {'seconds': 0.0}
@@ -233,6 +244,7 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
       compiled = compile_step(run, state, frozen, like, key)
       start_step = run.method.course.start_step
       early = compile_step(run, state, frozen, like, key, False) if done < start_step else compiled
+    record.update(kernels=kernels_used(run, compiled.products), products=compiled.products)
     held_out = HeldOut(run, run.model, shard)
 
     def score(step: int) -> Score:
@@ -372,11 +384,11 @@ def measure(trainable: Tree, frozen: Tree, state: State) -> dict[str, int]:
   }
 
 
-def kernels_used(run: Program) -> dict[str, str]:
-  """Which implementations run, for the record."""
+def kernels_used(run: Program, products: Mapping[str, list[str]]) -> dict[str, str]:
+  """Which implementations run in a step that was traced, for the record; `products` are its."""
   dtype = run.method.numerics.policy.compute
   return {
-      'matmul': run.method.numerics.used,
+      'matmul': kernels.summary(products),
       'attention': run.model.kernel.resolve(dtype, run.model.config.head_dim),
   }
 

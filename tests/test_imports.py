@@ -28,8 +28,8 @@ def _names(short: str) -> tuple[str, ...]:
 
 # Each sees those before it and none after.
 LADDER = _names(
-  'errors files cache trees precision quant storage adapters remat kernels ops models method optim step'
-  ' fused train'
+  'errors files cache trees precision quant storage adapters remat kernels integers ops models method optim'
+  ' step fused train'
 )
 
 
@@ -42,6 +42,7 @@ def _below(name: str) -> tuple[str, ...]:
 TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)} | {
   'qjax': Row(),  # the package file alone: it stays empty, so that importing a part does not import all
   'qjax.kernels': Row((*_names('quant sharding'), 'pallas_kernels')),
+  'qjax.integers': Row((*_names('errors quant sharding kernels'), 'pallas_kernels')),
   'qjax.ops': Row((*_below('ops'), 'pallas_kernels')),
   'qjax.models': Row((*_below('models'), 'qjax.sharding')),
   'qjax.method': Row((*_below('method'), 'qjax.sharding')),

@@ -178,6 +178,19 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(make: Any, message: s
     make().prepare(SHAPES, pytest.fail, jax.random.key(0))
 
 
+def test_a_kernel_by_name_wants_a_weight_in_few_bits():
+  for name in ('pallas', 'pallas_tpu', 'pallas_gpu', 'pallas_interpret'):
+    how = Numerics(precision.policy(), name)
+    trained = Numerics(precision.policy(), name, weights=(('.*/down/kernel', 'int8:axis=channel'),))
+    for plain in (method.full(how, UPDATE), method.lora(how, UPDATE, SPEC, 'bfloat16')):
+      with pytest.raises(UserError, match=f"kernels = '{name}', but no weight.*use kernels = 'auto'"):
+        plain.plan(SHAPES)
+    method.qlora(how, UPDATE, SPEC).plan(SHAPES)
+    method.qat(trained, UPDATE).plan(SHAPES)
+  for name in ('auto', 'xla'):
+    method.full(Numerics(precision.policy(), name), UPDATE).plan(SHAPES)
+
+
 def test_a_fourth_method_is_a_value():
   """Only the MLP of a quantized model moves: no branch anywhere knows of it."""
   trainable = method.Trainable('params/layers/mlp/.*')

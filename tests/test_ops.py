@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from qjax import ops, precision, trees
+from qjax import integers, ops, precision, trees
 from qjax.adapters import Adapter
 from qjax.errors import UserError
 from qjax.models import transformer
@@ -455,9 +455,8 @@ def test_a_transposed_product_wants_a_plain_weight_of_fitting_inputs():
 
 def test_an_implementation_is_one_of_those_that_exist():
   policy = precision.policy()
-  assert ops.Numerics(policy).used in dispatch.KERNELS
-  for name in dispatch.KERNELS:
-    assert ops.Numerics(policy, name).used == name
+  for name in ('auto', *dispatch.KERNELS):
+    assert ops.Numerics(policy, name).implementation == name
   with pytest.raises(UserError, match="kernels = 'pallas_moon'.*auto, xla"):
     ops.Numerics(policy, 'pallas_moon')
 
@@ -543,7 +542,7 @@ def test_any_other_weight_meets_the_levels_of_x_as_a_float(compute, storage):
 
 
 def test_the_largest_sum_that_an_int32_holds_is_exact_and_a_longer_one_is_no_sum_of_integers():
-  k = ops.SAFE_TERMS
+  k = integers.SAFE_TERMS
   assert k == 133144
   ones = np.ones((k, 1), np.float32)
   found = _dot(TOKEN, 'always')(np.ones((1, k), np.float32), _quantize(ones, 'int8'))

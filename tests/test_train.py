@@ -414,6 +414,10 @@ def test_the_memory_bound_can_fail(deep_runs: dict[str, train.Run], needs: dict[
 # ---- the loop ---------------------------------------------------------------------------------------------
 
 
+def projections(run: train.Run) -> list[str]:
+  return [path for path in run.shapes if path.endswith('/kernel')]
+
+
 def record_of(run: train.Run) -> records.Record:
   return records.Record(run.workdir / records.RECORD, {'meaning': dict(run.meaning)})
 
@@ -437,6 +441,12 @@ def test_a_run_without_a_finite_gradient_gives_up_saved_and_without_nan_in_a_fil
   assert [row['consecutive_skips'] for row in rows[1:]] == [1, 2, 3]
   found = records.read_record(run.workdir)
   assert found is not None and found['status'] == 'failed' and found['step'] == 3
+  # What runs is told by product, with the reason.
+  assert found['kernels']['matmul'] == 'xla'
+  products = [product for told in found['products'].values() for product in told]
+  wanted = {f'{path} {product}' for path in projections(run) for product in ('forward', 'dx')}
+  assert set(products) == wanted and len(products) == len(wanted)
+  assert set(found['products']) == {'xla: the weight is plain'}
   for path in run.workdir.rglob('*'):
     if path.is_file() and (path.suffix in ('.json', '.jsonl') or path.name == 'metadata'):
       assert 'NaN' not in path.read_text() and 'Infinity' not in path.read_text(), path

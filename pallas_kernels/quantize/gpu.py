@@ -119,6 +119,16 @@ def weight(w: jax.Array, layout: Layout, interpret: bool = False) -> tuple[jax.A
   return jnp.concatenate([codes, last]), jnp.concatenate([scale, last_scale])
 
 
+def tokens_obstacle(width: int) -> str | None:
+  """Why training leaves tokens of that many inputs to XLA; never None, for it needs the same codes.
+
+  The range that a row is divided by may err in the last bit, which moves an input halfway between two codes.
+  """
+  if width > MOST:
+    return f'rows of {width} inputs are too long for a program'
+  return 'a division in Triton may err in the last bit, and the codes of inputs must be those of XLA'
+
+
 def _tokens_kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *, width: int) -> None:
   k = jnp.arange(_power(width), dtype=jnp.int32)
   row, exists = pl.program_id(0), k < width

@@ -124,6 +124,11 @@ def _noise(
   return ([], []) if bits is None else ([bits], [pl.BlockSpec(tile, lambda i: (i, 0))])
 
 
+def tokens_obstacle(width: int) -> str | None:
+  """Why rows of that many inputs can't be quantized here, None if they can."""
+  return f'rows of {width} inputs are too long for a tile' if width > 2**17 else None
+
+
 def _tokens_kernel(x_ref: Any, *refs: Any, is_seeded: bool) -> None:
   *noise_refs, codes_ref, scale_ref = refs
   bits = _drawn(noise_refs, x_ref.shape, is_seeded)
@@ -141,8 +146,8 @@ def tokens(
     ValueError: both a seed and bits.
   """
   count, width = x.shape
-  if width > 2**17:
-    raise NotImplementedError(f'rows of {width} inputs are too long for a tile; XLA quantizes them')
+  if (reason := tokens_obstacle(width)) is not None:
+    raise NotImplementedError(f'{reason}; XLA quantizes them')
   tile = (_tile_rows(count, width), width)
   noise, noise_specs = _noise(seed, bits, tile)
   return pl.pallas_call(

@@ -11,7 +11,7 @@ from qjax.errors import UserError
 from qjax.models.distill import token_kl
 from qjax.models.loss import token_losses
 from qjax.models.transformer import Transformer, head_of
-from qjax.ops import Numerics, Weight
+from qjax.ops import Weight
 from qjax.precision import Policy
 
 Batch = Mapping[str, jax.Array]
@@ -96,7 +96,7 @@ def loss_sums(
   weights = batch['weights']
   objective = nll
   if distillation is not None:
-    teacher = model.clone(numerics=Numerics(policy))
+    teacher = model.clone(numerics=model.numerics.plain)
     taught: Any = teacher.apply({'params': variables['teacher']}, *inputs)
     teacher_head, _ = head_of(model.config, variables['teacher'])
     kl = token_kl(

@@ -1,5 +1,6 @@
-"""What child processes of test_compiled.py run: kernels and a step, compiled for a chip that is not here."""
+"""What child processes of test_compiled.py run: kernels and steps, compiled for a chip that is not here."""
 
+import importlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch
-from qjax import chips, kernels, method, optim, sharding
+from qjax import build, chips, kernels, method, optim, plan, sharding, train
 from qjax.adapters import LoraSpec
 from qjax.models.config import ModelConfig, parameter_shapes
 from qjax.models.objective import loss_sums
@@ -24,6 +25,13 @@ CONFIG = ModelConfig(
   context_length=256,
 )  # fmt: skip
 WEIGHTS = ((576, 576), (576, 192), (576, 1536), (1536, 576))
+
+
+def _whole_weights(text: str) -> int:
+  """How often a program names a float array in the shape of a projection, or of a stack of them."""
+  return sum(
+    len(re.findall(rf'\b(?:bf16|f16|f32)\[(?:\d+,)?(?:{k},{n}|{n},{k})\]', text)) for k, n in WEIGHTS
+  )
 
 
 def _placed(tree: Any, place: Any) -> Any:
@@ -72,9 +80,27 @@ def gradient(chip: str, name: str) -> dict[str, int]:
   with jax.set_mesh(mesh):
     text = jax.jit(jax.grad(loss)).lower(*arguments).compile().as_text()
   calls = [line for line in text.splitlines() if 'custom-call(' in line and dispatch.LOW_BIT in line]
-  found = {'forward': 0, 'transposed': 0, 'weights': 0}
+  found = {'forward': 0, 'transposed': 0, 'weights': _whole_weights(text)}
   for line in calls:
     found['transposed' if f'{dispatch.LOW_BIT}_transposed' in line else 'forward'] += 1
-  for k, n in WEIGHTS:
-    found['weights'] += len(re.findall(rf'\b(?:bf16|f16|f32)\[(?:\d+,)?(?:{k},{n}|{n},{k})\]', text))
   return found
+
+
+def training(chip: str, name: str) -> dict[str, Any]:
+  """The train step of configs/<name>.py, for the embedded model's shapes, compiled for a chip.
+
+  Gives how often the program calls each kernel and names a whole weight in floats, and what was noted.
+  """
+  if hasattr(jax.config, 'jax_exec_time_optimization_effort'):
+    jax.config.update('jax_exec_time_optimization_effort', plan.QUICK)
+  config = importlib.import_module(f'configs.{name}').get_config()
+  config.model.path = 'shapes:smollm2_135m'
+  program = build.program(config, chips.devices(chips.find(chip)))
+  arguments = plan.arguments(program)
+  with jax.set_mesh(program.mesh):
+    compiled = train.compile_step(program, *arguments)
+  text = compiled.call.as_text()  # type: ignore[attr-defined]
+  calls = [line for line in text.splitlines() if 'custom-call(' in line]
+  ops = (dispatch.LOW_BIT, dispatch.INT8, dispatch.TOKENS)
+  found: dict[str, Any] = {op: sum(op in line for line in calls) for op in ops}
+  return found | {'weights': _whole_weights(text), 'products': compiled.products, 'seconds': compiled.seconds}

@@ -15,6 +15,7 @@ CASES = [
   ('int2:block=128', 'float32', 7, 576, 64),
   ('int8:axis=channel', 'bfloat16', 64, 576, 576),
 ]
+PROJECTIONS = ('attn/q', 'attn/k', 'attn/v', 'attn/o', 'mlp/gate', 'mlp/up', 'mlp/down')
 HALF = [('nf4:block=64', 'float16', 64, 576, 576)]
 
 
@@ -45,3 +46,27 @@ def test_a_step_runs_kernels_and_holds_no_decoded_weight(chip: str):
   # Seven projections, in a loop over layers; full remat runs the forward products again.
   assert by_kernels['forward'] >= 7 and by_kernels['transposed'] >= 7
   assert by_kernels['weights'] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('chip', 'name'), [('v5e', 'pallas_tpu'), ('sm90', 'pallas_gpu')])
+def test_the_step_of_qlora_multiplies_bytes(chip: str, name: str):
+  need(chip)
+  found = chips.call('tests.pallas_kernels.compiling:training', {'chip': chip, 'name': 'qlora'})
+  assert found['weights'] == 0
+  assert found['low_bit_matmul'] >= 2 * 7  # seven projections there and back
+  assert set(found['products'][f'{name}: low_bit_matmul']) == {
+    f'layers/{path}/kernel {product}' for path in PROJECTIONS for product in ('forward', 'dx')
+  }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('chip', 'name'), [('v5e', 'pallas_tpu'), ('sm90', 'pallas_gpu')])
+def test_the_step_of_int8_training_multiplies_codes(chip: str, name: str):
+  need(chip)
+  found = chips.call('tests.pallas_kernels.compiling:training', {'chip': chip, 'name': 'int8_training'})
+  assert found['int8_matmul'] >= 3 * 7
+  assert (found['quantize_tokens'] > 0) == (chip == 'v5e')
+  assert found['products'][f'{name}: int8_matmul'] == sorted(
+    f'layers/{path}/kernel {product}' for path in PROJECTIONS for product in ('forward', 'dx', 'dw')
+  )
