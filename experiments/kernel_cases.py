@@ -25,7 +25,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.int8_matmul import gpu as int8_gpu
 from pallas_kernels.int8_matmul import tpu as int8_tpu
 from pallas_kernels.low_bit_matmul import tiling as low_bit_tiling
-from pallas_kernels.low_bit_matmul.layout import Layout
+from pallas_kernels.low_bit_matmul.layout import GROUP, DoubleQuantized, Layout
 from pallas_kernels.quantize import gpu as quantize_gpu
 from pallas_kernels.quantize import tpu as quantize_tpu
 from qjax import chips
@@ -38,8 +38,8 @@ SHAPES = (
   (1024, 576, 1536), (1024, 1536, 576), (7, 576, 131),
 )  # fmt: skip
 WEIGHTS = (
-  'nf4:block=64', 'fp4:block=32', 'int4:block=32', 'int4:axis=channel', 'nf3:block=64', 'nf2:block=64',
-  'int8:axis=channel',
+  'nf4:block=64', 'nf4:block=64,dq', 'fp4:block=32', 'int4:block=32', 'int4:axis=channel', 'nf3:block=64',
+  'nf2:block=64', 'int8:axis=channel',
 )  # fmt: skip
 QUANTIZED = ('nf4:block=64', 'int4:block=32', 'int8:axis=channel')
 LOW_BIT = ('low_bit_matmul', 'low_bit_matmul_transposed')
@@ -96,7 +96,9 @@ class Case:
     """What the bytes of a weight of that format mean."""
     scheme, inputs = parse_scheme(self.scheme), self.shape[1]
     numbers = scheme.numbers
-    return Layout(inputs, scheme.block_of(inputs), numbers.bits, numbers.levels, numbers.bias)
+    return Layout(
+      inputs, scheme.block_of(inputs), numbers.bits, numbers.levels, numbers.bias, scheme.double_quantized
+    )
 
 
 def cases(names: list[str], is_quick: bool) -> list[Case]:
@@ -125,7 +127,7 @@ def obstacle(case: Case) -> str | None:
   return reason and f'{reason}; falls back to XLA'
 
 
-Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
+Program = tuple[Callable[..., Any], list[Any]]
 
 
 def program(case: Case) -> Program:
@@ -139,7 +141,11 @@ def program(case: Case) -> Program:
     product = row.products[case.kernel.removeprefix('low_bit_')]
     tail = packed_rows(layout.tail.inputs, layout.bits) if layout.tail else 0
     codes = array((layout.byte_rows + tail, n), jnp.int8 if case.scheme.startswith('int8') else jnp.uint8)
-    scale = array((layout.blocks + (layout.tail is not None), n), jnp.float32)
+    blocks = layout.blocks + (layout.tail is not None)
+    scale: Any = array((blocks, n), jnp.float32)
+    if layout.double_quantized:
+      step = array((blocks, -(-n // GROUP)), jnp.float32)
+      scale = DoubleQuantized(array((blocks, n), jnp.int8), step, array((1, 1), jnp.float32))
     x = array((m, n if 'transposed' in case.kernel else k), jnp.dtype(case.dtype))
     return lambda x, codes, scale: product(x, codes, scale, None, layout), [x, codes, scale]
   if case.kernel == 'int8_matmul':
@@ -281,7 +287,7 @@ def moved(panel: Panel, chip: Chip) -> int:
 def traffic(case: Case) -> dict[str, Any]:
   """Bytes that the kernel moves, the least that any could, and of a TPU's vector memory what its tiles hold.
 
-  What XLA does before and after the kernel, such as splitting x into planes, is not counted.
+  What XLA does before and after the kernel, such as joining planes of a result, is not counted.
   """
   call, arguments = program(case)
   chip, found = case.target, dict.fromkeys(('bytes_moved', 'bytes_least', 'vmem_bytes'), 0)
@@ -289,9 +295,12 @@ def traffic(case: Case) -> dict[str, Any]:
     is_tpu = chip.kind == 'tpu'
     is_ours = case.kernel in LOW_BIT and not is_tpu
     panels = _from_tiles(case, equation) if is_ours else _from_blocks(equation, is_tpu)
+    arrays = [*equation.invars, *equation.outvars]
+    # One array may be several operands, each a part of it.
+    least = {array: panel.nbytes for array, panel in zip(arrays, panels, strict=False)}
+    found['bytes_least'] += sum(least.values())
     for panel in panels:
       found['bytes_moved'] += moved(panel, chip)
-      found['bytes_least'] += panel.nbytes
       found['vmem_bytes'] += panel.copies * math.prod(panel.block) * panel.itemsize if is_tpu else 0
     for scratch in equation.params['grid_mapping'].scratch_avals if is_tpu else ():
       found['vmem_bytes'] += math.prod(scratch.shape) * scratch.dtype.itemsize
@@ -320,7 +329,9 @@ def _compiled(case: Case) -> dict[str, Any]:
     found |= traffic(case)
     found['roofline_us'] = roofline_us(case, found['bytes_least'])
     call, arguments = program(case)
-    placed = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place) for each in arguments]
+    placed = jax.tree.map(
+      lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place), arguments
+    )
     lowered = jax.jit(call).lower(*placed)
     with tempfile.TemporaryDirectory() as folder:
       is_gpu = case.target.kind == 'gpu'

@@ -18,9 +18,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from pallas_kernels import dispatch
-from pallas_kernels.low_bit_matmul.layout import Layout
+from pallas_kernels.low_bit_matmul import layout as layouts
+from pallas_kernels.low_bit_matmul.layout import Layout, Scales
 from qjax import sharding
-from qjax.quant.qtensor import QTensor, per_column
+from qjax.quant.qtensor import DQ_GROUP, DoubleQuantized, QTensor, per_column
 
 # By (path of a weight, product), what computes it.
 Notes = dict[tuple[str, str], set[str]]
@@ -85,7 +86,18 @@ def layout_of(w: QTensor) -> Layout:
   """What the bytes of w mean, as kernels take it."""
   scheme, numbers = w.scheme, w.scheme.numbers
   bias = 0 if scheme.asymmetric else numbers.bias
-  return Layout(w.inputs, scheme.block_of(w.inputs), numbers.bits, numbers.levels, bias)
+  return Layout(
+    w.inputs, scheme.block_of(w.inputs), numbers.bits, numbers.levels, bias, scheme.double_quantized
+  )
+
+
+def arrays_of(w: QTensor) -> tuple[jax.Array, Scales, jax.Array | None]:
+  """Codes, scales and offsets of w [K, N], as kernels take them: scales in 8 bits stay as they rest."""
+  if not isinstance(w.scale, DoubleQuantized):
+    return w.codes, per_column(w.scales, w.scheme, w.shape[-1]), w.offset
+  assert layouts.GROUP == DQ_GROUP
+  scale = layouts.DoubleQuantized(w.scale.codes, w.scale.step, w.scale.offset.reshape(1, 1))
+  return w.codes, scale, w.offset
 
 
 def choose(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | None:
@@ -134,38 +146,46 @@ def multiply(
   kernel = choice.product('matmul_transposed' if transposed else 'matmul')
   layout = layout_of(w)
 
-  def product(layout: Layout, x: jax.Array, *weight: jax.Array | None) -> jax.Array:
+  def product(layout: Layout, x: jax.Array, *weight: Any) -> jax.Array:
     y = kernel(x.reshape(-1, x.shape[-1]), *weight, layout, interpret=choice.interpret)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
-  scale = per_column(w.scales, w.scheme, w.shape[-1])
+  codes, scale, offset = arrays_of(w)
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
-    return product(layout, x, w.codes, scale, w.offset)
+  if not is_split():
+    return product(layout, x, codes, scale, offset)
 
   k_axes, n_axes = _axes(path, w, layout, mesh)
   summed, kept = (n_axes, k_axes) if transposed else (k_axes, n_axes)
   lead = [None] * (x.ndim - 1)
   if lead:
     lead[0] = sharding.fit(sharding.BATCH_AXES, x.shape[0], mesh)
-  per_block = PartitionSpec(
-    k_axes if layout.blocks > 1 else None, n_axes if scale.shape[-1] > 1 else None
-  )
+  blocks = k_axes if layout.blocks > 1 else None
+  per_block: Any = PartitionSpec(blocks, n_axes)
+  of_scale = per_block
+  outputs = w.shape[-1] // sharding.axis_size(mesh, n_axes)
+  if isinstance(scale, layouts.DoubleQuantized) and n_axes is not None and outputs % DQ_GROUP:
+    # A group of scales would belong to several devices.
+    scale, layout = layouts.read_scales(scale), dataclasses.replace(layout, double_quantized=False)
+  if isinstance(scale, layouts.DoubleQuantized):
+    of_scale = layouts.DoubleQuantized(per_block, per_block, PartitionSpec())
+  elif scale.shape[-1] == 1:
+    per_block = of_scale = PartitionSpec(blocks, None)
   part = dataclasses.replace(layout, inputs=w.inputs // sharding.axis_size(mesh, k_axes))
 
-  def on_each(x: jax.Array, *weight: jax.Array | None) -> jax.Array:
+  def on_each(x: jax.Array, *weight: Any) -> jax.Array:
     y = product(part, x, *weight)
     return y if summed is None else jax.lax.psum(y, summed)
 
   return jax.shard_map(
     on_each,
     in_specs=(
-      PartitionSpec(*lead, summed), PartitionSpec(k_axes, n_axes), per_block,
-      None if w.offset is None else per_block,
+      PartitionSpec(*lead, summed), PartitionSpec(k_axes, n_axes), of_scale,
+      None if offset is None else per_block,
     ),
     out_specs=PartitionSpec(*lead, kept),
     check_vma=False,
-  )(x, w.codes, scale, w.offset)  # fmt: skip
+  )(x, codes, scale, offset)  # fmt: skip
 
 
 def _axes(path: str | None, w: QTensor, layout: Layout, mesh: AbstractMesh) -> tuple[Any, Any]:

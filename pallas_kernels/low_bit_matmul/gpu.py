@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul import tiling
-from pallas_kernels.low_bit_matmul.layout import Layout
+from pallas_kernels.low_bit_matmul.layout import DoubleQuantized, Layout, Scales
 from pallas_kernels.low_bit_matmul.tiling import GpuTiling
 
 
@@ -34,6 +34,8 @@ class _Weight:
   def __init__(self, refs: Any, layout: Layout, tiles: GpuTiling, outputs: int) -> None:
     self.layout, self.tiles, self.outputs = layout, tiles, outputs
     self._codes, self._scale, *rest = refs
+    # Of scales in 8 bits: a step for each group, and an offset.
+    self._groups = (rest.pop(0), rest.pop(0)) if layout.double_quantized else None
     self._levels = rest.pop(0) if layout.levels is not None else None
     self._offset = rest.pop(0) if rest else None
 
@@ -69,6 +71,10 @@ class _Weight:
     mask = _both(_column(None if tail is None and self.tiles.is_exact(layout) else row < m), _row(fits))
     low = self._bytes(start + row, n, mask)
     scale, offset = self._per_block(self._scale, block, n, fits), None
+    if self._groups is not None:
+      step, scale_offset = self._groups
+      step = _load(step, (block, jax.lax.div(n, jnp.full_like(n, layouts.GROUP))), fits)[None, :]
+      scale = scale.astype(jnp.float32) * step + scale_offset[0, 0]
     if self._offset is not None:
       offset = self._per_block(self._offset, block, n, fits)
     planes = []
@@ -214,19 +220,18 @@ def _call(
   return jnp.sum(shares, axis=0)
 
 
-def _arrays(
-  codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
-) -> list[jax.Array]:
+def _arrays(codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: Layout) -> list[jax.Array]:
   """What a kernel reads of a weight, in the order of `_Weight`."""
+  scales = list(scale) if isinstance(scale, DoubleQuantized) else [scale]
   table = [] if layout.levels is None else [jnp.asarray(layouts.table_of(layout), jnp.float32)]
-  return [codes, scale, *table, *([] if offset is None else [offset])]
+  return [codes, *scales, *table, *([] if offset is None else [offset])]
 
 
 @functools.partial(jax.jit, static_argnames=('layout', 'interpret'))
 def matmul(
   x: jax.Array,
   codes: jax.Array,
-  scale: jax.Array,
+  scale: Scales,
   offset: jax.Array | None,
   layout: Layout,
   interpret: bool = False,
@@ -236,8 +241,8 @@ def matmul(
   Args:
     x: bfloat16, float16 or float32.
     codes: bytes [byte rows, N], int8 for signed codes of 8 bits, else uint8.
-    scale: float32 [blocks, N or 1].
-    offset: the same, or None.
+    scale: float32 [blocks, N or 1], or in 8 bits.
+    offset: float32 [blocks, N or 1], or None.
     layout: what the bytes mean.
     interpret: run on a CPU.
   """
@@ -252,7 +257,7 @@ def matmul(
 def matmul_transposed(
   g: jax.Array,
   codes: jax.Array,
-  scale: jax.Array,
+  scale: Scales,
   offset: jax.Array | None,
   layout: Layout,
   interpret: bool = False,

@@ -105,9 +105,9 @@ class DoubleQuantized(NamedTuple):
     offset: float32 [1, 1].
   """
 
-  codes: jax.Array
-  step: jax.Array
-  offset: jax.Array
+  codes: Any
+  step: Any
+  offset: Any
 
   def of_blocks(self, start: int) -> Self:
     """Those from a block on."""

@@ -23,8 +23,8 @@ DECODE_BYTES = 4
 STEP_TOKENS = 256
 # Blocks, rows of one long block and columns that are decoded at once, likewise.
 STEP_BLOCKS, STEP_ROWS, STEP_COLUMNS = 8, 256, 256
-# Inputs and outputs that a tile may hold where the axis is not cut.
-MOST_INPUTS, MOST_COLUMNS = 16384, 2048
+# Of an axis that is summed, and of one that is not: what a tile may hold.
+MOST_SUMMED, MOST_COLUMNS = 16384, 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Tiling:
 def _row_cuts(layout: Layout) -> Iterator[int]:
   """Rows of a plane that a tile may hold, and that divide them all."""
   m, whole = layout.rows_of_block, layout.rows
-  if layout.planes * whole <= MOST_INPUTS and not (layout.blocks == 1 and layout.bits == 3 and m > 1024):
+  if layout.planes * whole <= MOST_SUMMED and not (layout.blocks == 1 and layout.bits == 3 and m > 1024):
     yield whole
   if layout.blocks == 1 and layout.bits == 3:
     return
@@ -111,22 +111,21 @@ def _row_cuts(layout: Layout) -> Iterator[int]:
     return
   for count in (1, 2, 4, 8, 16, 32):
     rows = count * step
-    if rows < whole and whole % rows == 0 and layout.planes * rows <= MOST_INPUTS:
+    if rows < whole and whole % rows == 0 and layout.planes * rows <= MOST_SUMMED:
       yield rows
 
 
-def _column_cuts(outputs: int) -> Iterator[int]:
-  if outputs <= STEP_COLUMNS * 2 or (outputs <= MOST_COLUMNS and outputs % LANES == 0):
+def _column_cuts(outputs: int, most: int) -> Iterator[int]:
+  if outputs <= STEP_COLUMNS * 2 or (outputs <= most and outputs % LANES == 0):
     yield outputs
-  for cut in (2048, 1024, 512, 256, 128):
-    if cut < outputs:
+  for cut in (4096, 2048, 1024, 512, 256, 128):
+    if cut < outputs and cut <= most:
       yield cut
 
 
 @functools.cache
 def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> Tiling:
-  """The tiles for a TPU that cost least: bytes moved, steps, codes decoded, and the first tiles, which nothing
-  hides.
+  """The tiles for a TPU that cost least: bytes moved, steps, codes decoded, first tiles, which nothing hides.
 
   Args:
     tokens: rows of x, at least `FEWEST_TOKENS`.
@@ -162,7 +161,7 @@ def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed:
   whole = [-(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS] if tokens <= 2048 else []
   cuts = itertools.product(
     whole + [cut for cut in (2048, 1024, 512, 256) if cut < tokens],
-    _row_cuts(layout), _column_cuts(outputs), (False, True),
+    _row_cuts(layout), _column_cuts(outputs, MOST_SUMMED if transposed else MOST_COLUMNS), (False, True),
   )  # fmt: skip
   tiles = [each for each in itertools.starmap(Tiling, cuts) if fits(each)]
   if not tiles:

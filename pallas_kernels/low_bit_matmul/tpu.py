@@ -29,7 +29,7 @@ def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
 def _values(
   codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
 ) -> list[jax.Array]:
-  """Runs of consecutive inputs, float32 [inputs, columns], of bytes and of scales [blocks of them, columns]."""
+  """Runs of consecutive inputs, float32 [inputs, columns], of bytes and of scales [their blocks, columns]."""
   planes = []
   for plane in range(layout.planes):
     levels = layouts.level_of(layouts.codes_of(codes, plane, layout), layout)
@@ -59,7 +59,9 @@ class _Weight:
     outputs: N, if a tile may hold columns beyond it that are summed.
   """
 
-  def __init__(self, refs: list[Any], scratch: list[Any], layout: Layout, tiles: Tiling, outputs: Any) -> None:
+  def __init__(
+    self, refs: list[Any], scratch: list[Any], layout: Layout, tiles: Tiling, outputs: int | None
+  ) -> None:
     self.layout, self.tiles, self.outputs = layout, tiles, outputs
     self._codes, *rest = refs
     if layout.double_quantized:
@@ -82,7 +84,6 @@ class _Weight:
     else:
       step = tiles.rows if layout.bits == 3 else tiling.STEP_ROWS
       count, whole, rows_of, inputs_of = tiles.rows // step, tiles.rows, 1, 1
-      rows_of = layout.bytes_of_block // tiles.rows if layout.bits == 3 else 1
     width = tiling.STEP_COLUMNS if tiles.columns % tiling.STEP_COLUMNS == 0 else tiles.columns
     width = tiling.LANES if width > 2 * tiling.STEP_COLUMNS else width
     strips = tiles.columns // width
@@ -105,7 +106,7 @@ class _Weight:
         self.decoded[run, into, across] = w.astype(self.decoded.dtype)
 
     def walk(index: Any, _: Any) -> None:
-      start = index // strips
+      start = jax.lax.div(index, strips)
       part(pl.multiple_of(start * step, step), step, index - start * strips)
 
     if count:
@@ -117,7 +118,8 @@ class _Weight:
     """Scales of the tile; the step of each column is picked by a product whose sums have one term."""
     step = self._step[...]
     shape = step.shape[1], self._scale.shape[1]
-    group = (jax.lax.broadcasted_iota(jnp.int32, shape, 1) + column) // layouts.GROUP
+    place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + column
+    group = jax.lax.div(place, jnp.full_like(place, layouts.GROUP))
     is_own = group == jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     wide = _dot(step, is_own.astype(jnp.float32), (1, 0))
     self._scale[...] = self._scale_codes[...].astype(jnp.float32) * wide + self._scale_offset[...]
