@@ -63,7 +63,7 @@ class Tiling:
 
   def grid(self, tokens: int, outputs: int, layout: Layout, transposed: bool) -> tuple[int, int, int]:
     """Tiles of x, of the result across, and of the summed axis."""
-    down, along, across = -(-tokens // self.tokens), layout.rows // self.rows, -(-outputs // self.columns)
+    down, along, across = -(-tokens // self.tokens), -(-layout.rows // self.rows), -(-outputs // self.columns)
     return (down, along, across) if transposed else (down, across, along)
 
   def copies(self, grid: tuple[int, int, int]) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class Tiling:
 
 
 def _row_cuts(layout: Layout) -> Iterator[int]:
-  """Rows of a plane that a tile may hold, and that divide them all."""
+  """Rows of a plane that a tile may hold; of one block they divide all, for its planes lie side by side."""
   m, whole = layout.rows_of_block, layout.rows
   if layout.planes * whole <= MOST_SUMMED and not (layout.blocks == 1 and layout.bits == 3 and m > 1024):
     yield whole
@@ -111,7 +111,7 @@ def _row_cuts(layout: Layout) -> Iterator[int]:
     return
   for count in (1, 2, 4, 8, 16, 32):
     rows = count * step
-    if rows < whole and whole % rows == 0 and layout.planes * rows <= MOST_SUMMED:
+    if rows < whole and (layout.blocks > 1 or whole % rows == 0) and layout.planes * rows <= MOST_SUMMED:
       yield rows
 
 

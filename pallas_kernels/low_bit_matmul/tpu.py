@@ -50,19 +50,25 @@ def _values(
   return [jnp.concatenate([plane[b * m : (b + 1) * m] for b in blocks for plane in planes])]
 
 
+def _ended(x: jax.Array, axis: int, first: Any, end: int) -> jax.Array:
+  """x with zeros from `end` on along an axis that begins at `first`: memory there may hold anything."""
+  place = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + first
+  return jnp.where(place < end, x, jnp.zeros((), x.dtype))
+
+
 class _Weight:
   """The arrays of a tile of a weight, and where it is decoded.
 
   Attributes:
     layout: what the bytes mean.
     tiles: their sizes.
-    outputs: N, if a tile may hold columns beyond it that are summed.
+    end: (axis, where) inputs (0) or outputs (1) end within a tile that is summed along them; else None.
   """
 
   def __init__(
-    self, refs: list[Any], scratch: list[Any], layout: Layout, tiles: Tiling, outputs: int | None
+    self, refs: list[Any], scratch: list[Any], layout: Layout, tiles: Tiling, end: tuple[int, int] | None
   ) -> None:
-    self.layout, self.tiles, self.outputs = layout, tiles, outputs
+    self.layout, self.tiles, self.end = layout, tiles, end
     self._codes, *rest = refs
     if layout.double_quantized:
       self._scale_codes, self._step, self._scale_offset, *rest = rest
@@ -72,11 +78,11 @@ class _Weight:
       (self.decoded,) = scratch
     self._offset = rest[0] if rest else None
 
-  def decode(self, column: Any) -> None:
-    """Fills `decoded` [runs, inputs of a run, columns]; `column` is the first of the tile."""
+  def decode(self, first: tuple[Any, Any]) -> None:
+    """Fills `decoded` [runs, inputs of a run, columns], which begins at `first`, an input and an output."""
     layout, tiles = self.layout, self.tiles
     if layout.double_quantized:
-      self._decode_scales(column)
+      self._decode_scales(first[1])
     blocks = tiles.blocks(layout)
     if layout.blocks > 1:
       step, count, whole = tiling.STEP_BLOCKS, blocks // tiling.STEP_BLOCKS, blocks
@@ -89,8 +95,8 @@ class _Weight:
     strips = tiles.columns // width
 
     def part(start: Any, size: int, strip: Any) -> None:
-      first = pl.multiple_of(strip * width, width) if strips > 1 else 0
-      across = pl.ds(first, width) if strips > 1 else slice(None)
+      left = pl.multiple_of(strip * width, width) if strips > 1 else 0
+      across = pl.ds(left, width) if strips > 1 else slice(None)
       if layout.bits == 3 and layout.blocks == 1:
         codes = self._codes[:, across]
       else:
@@ -99,9 +105,9 @@ class _Weight:
       scale = self._scale[own, across]
       offset = None if self._offset is None else self._offset[own, across]
       for run, w in enumerate(_values(codes, scale, offset, layout)):
-        if self.outputs is not None:
-          place = jax.lax.broadcasted_iota(jnp.int32, w.shape, 1) + (column + first)
-          w = jnp.where(place < self.outputs, w, 0.0)
+        if self.end is not None:
+          axis = self.end[0]
+          w = _ended(w, axis, first[axis] + (left if axis else start * inputs_of), self.end[1])
         into = pl.ds(start * inputs_of, size * inputs_of)
         self.decoded[run, into, across] = w.astype(self.decoded.dtype)
 
@@ -111,8 +117,8 @@ class _Weight:
 
     if count:
       jax.lax.fori_loop(0, count * strips, walk, None)
-    if left := whole - count * step:
-      jax.lax.fori_loop(0, strips, lambda strip, _: part(count * step, left, strip), None)
+    if rest := whole - count * step:
+      jax.lax.fori_loop(0, strips, lambda strip, _: part(count * step, rest, strip), None)
 
   def _decode_scales(self, column: Any) -> None:
     """Scales of the tile; the step of each column is picked by a product whose sums have one term."""
@@ -152,21 +158,25 @@ def _add(ref: Any, index: Any, total: jax.Array, cuts: int) -> None:
     ref[index] += total
 
 
-def _decode_if_new(weight: _Weight, tiles: Tiling, grid: tuple[int, int, int], column: Any) -> None:
-  if tiles.weight_stays and grid[2] == 1:
-    pl.when(pl.program_id(1) == 0)(lambda: weight.decode(column))
+def _decode_if_new(weight: _Weight, grid: tuple[int, int, int], first: tuple[Any, Any]) -> None:
+  if weight.tiles.weight_stays and grid[2] == 1:
+    pl.when(pl.program_id(1) == 0)(lambda: weight.decode(first))
   else:
-    weight.decode(column)
+    weight.decode(first)
 
 
 def _forward_kernel(*refs: Any, layout: Layout, tiles: Tiling, grid: tuple[int, int, int]) -> None:
   runs = tiles.runs(layout)[0]
   x_refs, (*weight_refs, y_ref), scratch = _taken_apart(refs, runs, layout)
-  weight = _Weight(weight_refs, scratch, layout, tiles, None)
-  _decode_if_new(weight, tiles, grid, _across(tiles) * tiles.columns)
+  inputs = layout.blocks * layout.span
+  is_ragged = layout.rows % tiles.rows != 0
+  weight = _Weight(weight_refs, scratch, layout, tiles, (0, inputs) if is_ragged else None)
+  first = pl.program_id(2) * tiles.runs(layout)[1]
+  _decode_if_new(weight, grid, (first, _across(tiles) * tiles.columns))
 
   def work(rows: Any) -> None:
-    total = _dot(x_refs[0][rows, :], weight.decoded[0], (1, 0))
+    x = x_refs[0][rows, :]
+    total = _dot(_ended(x, 1, first, inputs) if is_ragged else x, weight.decoded[0], (1, 0))
     for run in range(1, runs):
       total += _dot(x_refs[run][rows, :], weight.decoded[run], (1, 0))
     _add(y_ref, (rows, slice(None)), total, grid[2])
@@ -180,14 +190,11 @@ def _backward_kernel(
   (g_ref,), (*weight_refs, dx_ref), scratch = _taken_apart(refs, 1, layout)
   is_ragged = outputs % tiles.columns != 0
   column = pl.program_id(2) * tiles.columns
-  weight = _Weight(weight_refs, scratch, layout, tiles, outputs if is_ragged else None)
-  _decode_if_new(weight, tiles, grid, column)
+  weight = _Weight(weight_refs, scratch, layout, tiles, (1, outputs) if is_ragged else None)
+  _decode_if_new(weight, grid, (0, column))
 
   def work(rows: Any) -> None:
-    g = g_ref[rows, :]
-    if is_ragged:
-      place = jax.lax.broadcasted_iota(jnp.int32, g.shape, 1) + column
-      g = jnp.where(place < outputs, g, jnp.zeros((), g.dtype))
+    g = _ended(g_ref[rows, :], 1, column, outputs) if is_ragged else g_ref[rows, :]
     for run in range(tiles.runs(layout)[0]):
       _add(dx_ref, (run, rows, slice(None)), _dot(g, weight.decoded[run], (1, 1)), grid[2])
 
