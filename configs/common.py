@@ -48,7 +48,8 @@ def base() -> ConfigDict:
   config.optimizer = ConfigDict()
   config.optimizer.name = 'adamw'  # adamw | adamw8bit | adafactor | lion | sgd
   # separate: after the backward pass | fused: inside it, layer by layer (method full) | fused_global: so, but
-  # clipped by the norm of all layers, which takes a second backward pass.
+  # clipped by the norm of all layers, which takes a second backward pass. Both want model.remat = full and
+  # micro_batch = batch_size.
   config.optimizer.kind = 'separate'
   config.optimizer.learning_rate = 1e-3
   config.optimizer.schedule = 'cosine'  # constant | linear | cosine, down to zero

@@ -460,7 +460,7 @@ def _program(fields: Fields, source: Source, devices: list[jax.Device] | None = 
     )
   at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
   method = _placed(fields, method_of(fields, source))
-  fused.check(method, rows // at_a_time, p.loss_scale != 'none')
+  fused.check(method, rows // at_a_time, p.loss_scale != 'none', fields.model.remat)
   shapes = parameter_shapes(source.config)
   method.plan(shapes)
   context = source.config.context_length
@@ -540,7 +540,7 @@ def _kept_ranges(file: Path, meant: Mapping[str, Any], find: Callable[[], dict[s
   if file.exists():
     try:
       kept = json.loads(file.read_text(encoding='utf-8'))
-      if kept['meaning'] == meant:
+      if not checkpoint.changes(kept['meaning'], meant):
         return kept['ranges']
     except (ValueError, KeyError, TypeError) as error:
       raise UserError(f'{file} is damaged ({type(error).__name__}: {error}); remove it') from None

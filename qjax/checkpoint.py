@@ -34,6 +34,28 @@ class Restored:
   data: dict[str, Any]
 
 
+# Fields that configs did not always have, with the value that does what was done before there was the field.
+ADDED: dict[str, Any] = {'config.optimizer.name': 'adamw', 'config.optimizer.kind': 'separate'}
+
+
+def complete(meaning: Mapping[str, Any]) -> dict[str, Any]:
+  """A copy of a meaning, or of any part of one, with the fields of `ADDED` that its sections lack."""
+  filled = json.loads(json.dumps(meaning))
+  for path, value in ADDED.items():
+    *sections, name = path.split('.')
+    node = filled
+    for section in sections:
+      node = node.get(section) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+      node.setdefault(name, value)
+  return filled
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """`differences` of two meanings, of which the older may be that of a version with fewer fields."""
+  return differences(complete(then), complete(now))
+
+
 def differences(then: Any, now: Any, path: str = '') -> list[str]:
   """Fields in which two nested JSON values differ, one line each: 'a.b was 1 and is 2'."""
   if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -141,7 +163,7 @@ class Checkpoints:
       except Exception as error:
         self._pass_over(candidate, error, is_asked_for=step is not None)
         continue
-      changed = differences(meaning, self.meaning)
+      changed = changes(meaning, self.meaning)
       if changed:
         raise UserError(f'{self.directory}/{candidate} belongs to another run:\n  ' + '\n  '.join(changed))
       try:

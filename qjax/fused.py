@@ -31,8 +31,15 @@ from qjax.step import Arrays, Loop, State, StepFunction, StepMetrics
 Tree = Any
 
 
-def check(method: Method, accumulate: int, is_scaled: bool) -> None:
+def check(method: Method, accumulate: int, is_scaled: bool, remat: str) -> None:
   """Refuses what an update inside the backward pass cannot do; any method passes whose update is separate.
+
+  Args:
+    method: what moves, and how.
+    accumulate: micro-batches a step. A weight moves once a step, by the sum of their gradients, and that sum
+      would have to be kept for all layers: what moving inside the backward pass is there to avoid.
+    is_scaled: whether a loss scale is in use.
+    remat: what is kept of a layer for the backward pass; here that is its input.
 
   Raises:
     UserError: naming the field.
@@ -55,13 +62,18 @@ def check(method: Method, accumulate: int, is_scaled: bool) -> None:
     )
   if accumulate > 1:
     raise refuse(
-      f'cannot add up the gradients of {accumulate} micro-batches, because it keeps none',
+      f'cannot add up the gradients of {accumulate} micro-batches, because it keeps those of one layer',
       'raise config.micro_batch to the rows of a device',
     )
   if is_scaled and kind == 'fused':
     raise refuse(
       'learns of an overflow when layers above have moved, which a loss scale must undo',
       "use precision.loss_scale = 'none' with bfloat16, or 'fused_global'",
+    )
+  if remat != 'full':
+    raise refuse(
+      f'keeps the input of each layer and computes the rest again, not what model.remat = {remat!r} keeps',
+      "use model.remat = 'full'",
     )
 
 
@@ -193,7 +205,7 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
   Raises:
     UserError: as `check`.
   """
-  check(method, loop.accumulate, is_scaled=False)
+  check(method, loop.accumulate, False, model.remat)
   update = method.update
   is_global = update.kind == 'fused_global'
   tx = _make(update, loop.num_steps)

@@ -89,7 +89,8 @@ class Update:
       'adafactor' and 'sgd' read none.
     clip_norm: largest norm of the unscaled gradient, see `kind`; 0 is no clipping.
     rounding: how an updated weight returns to a narrower param dtype: 'nearest' or 'stochastic'.
-    range_rate: of ranges of quantizers, the peak of the share of itself by which one moves a step.
+    range_rate: of ranges of quantizers, the peak of the share of itself by which one moves a step; with
+      'sgd', whose steps have the size of the gradient, what multiplies the gradient of its logarithm.
     name: 'adamw' (Loshchilov and Hutter 2019); 'adamw8bit', the same with moments in 8 bits (Dettmers et al.
       2022); 'adafactor', factored second moments and no first (Shazeer and Stern 2018); 'lion', the sign of a
       momentum (Chen et al. 2023); 'sgd', the gradient itself.

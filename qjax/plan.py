@@ -26,6 +26,7 @@ import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qjax import chips, liveness, operations, sharding, train, trees
+from qjax.adapters import is_adapter
 from qjax.chips import GIB, Chip
 from qjax.errors import UserError
 from qjax.liveness import Liveness
@@ -134,9 +135,11 @@ def _labels(state: train.State, frozen: Tree, batch: Tree, memory_of: Callable[[
   def named(tree: Tree, label: str) -> Tree:
     return jax.tree.map(lambda _: label, tree)
 
-  trained = {
-    name: named(tree, 'adapters' if name == 'lora' else 'weights') for name, tree in state.trainable.items()
-  }
+  trained = jax.tree.map(
+    lambda leaf: named(leaf, 'adapters' if is_adapter(leaf) else 'weights'),
+    state.trainable,
+    is_leaf=is_adapter,
+  )
   others: dict[str, Any] = {'step': '', 'loss_scale': named(state.loss_scale, '')}
   moments = named(state.optimizer, 'moments')
   labelled = dataclasses.replace(state, trainable=trained, optimizer=moments, **others)

@@ -107,7 +107,7 @@ def spec_for(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   elif last == 'offset' and len(shape) < 2:
     spec = ()
   spec = spec[-len(shape) :] if len(shape) else ()
-  if path.startswith('layers/') or '/layers/' in path:
+  if trees.is_stacked(path):
     spec = spec[-(len(shape) - 1) :] if len(shape) > 1 else ()
   lead = (None,) * (len(shape) - len(spec))
   return PartitionSpec(

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qjax import checkpoint, evaluate, files, fused, records, sharding, trees
+from qjax.adapters import is_adapter
 from qjax.data.pipeline import Dataset, DataSpec, eval_batches, train_iterator
 from qjax.errors import UserError
 from qjax.evaluate import Score
@@ -360,14 +361,14 @@ def _blank(spec: DataSpec, shard: tuple[int, int]) -> dict[str, np.ndarray]:
 
 def measure(trainable: Tree, frozen: Tree, state: State) -> dict[str, int]:
   """Counts and bytes of what is held during training, from the arrays themselves."""
-  lora = trainable.get('lora', {})
-  trained_weights = {name: tree for name, tree in trainable.items() if name != 'lora'}
+  leaves = jax.tree.leaves(trainable, is_leaf=is_adapter)
+  adapters = [leaf for leaf in leaves if is_adapter(leaf)]
   resting = {name: tree for name, tree in frozen.items() if name != 'teacher'}
   return {
       'trainable_parameters': sum(leaf.size for leaf in jax.tree.leaves(trainable)),
-      'weight_bytes': trees.nbytes(resting) + trees.nbytes(trained_weights),
+      'weight_bytes': trees.nbytes(resting) + trees.nbytes(trainable) - trees.nbytes(adapters),
       'teacher_bytes': trees.nbytes(frozen.get('teacher', {})),
-      'adapter_bytes': trees.nbytes(lora),
+      'adapter_bytes': trees.nbytes(adapters),
       'optimizer_bytes': trees.nbytes(state.optimizer),
   }
 
