@@ -185,7 +185,8 @@ OPTIMIZERS: dict[str, Callable[[Update], optax.GradientTransformation]] = {
   'adamw8bit': _scale_by_adam8bit,
   # Second moments of a matrix as the product of a row and a column, over a window that widens with the steps;
   # a direction longer than 1 in the mean square is shortened (Shazeer and Stern 2018, algorithm 4). The two
-  # largest axes are a row and a column as long as there are fewer layers than either has elements, or than 128.
+  # largest axes are a row and a column as long as there are fewer layers than either has elements, or than
+  # 128.
   'adafactor': lambda u: optax.chain(optax.scale_by_factored_rms(), _clip_by_rms()),
   'lion': lambda u: optax.scale_by_lion(u.beta1, u.beta2),
   'sgd': lambda u: _sgd(),
