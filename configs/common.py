@@ -77,6 +77,8 @@ def add_lora(config: ConfigDict) -> None:
   config.lora.scale_rule = 'standard'  # standard: alpha/r | rslora: alpha/sqrt(r)
   config.lora.dropout = 0.0
   config.lora.targets = '.*/(q|k|v|o|gate|up|down)/kernel'  # regular expression over whole parameter paths
+  # zero | loftq:rounds=5,clip: from what rounding the base lost (clip: ranges of least squared error).
+  config.lora.init = 'zero'
   add_storage(config)
 
 

@@ -109,6 +109,7 @@ class LoraFields:
   scale_rule: str
   dropout: float
   targets: str
+  init: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -675,11 +676,17 @@ def adapters_of(workdir: Path, source: Source) -> Any:
   meaning = record['meaning']
   if meaning['model']['fingerprint'] != source.fingerprint:
     raise UserError(f'{workdir} trained another model than {source.name}')
-  lora, precise = meaning['config']['lora'], meaning['config']['precision']
+  config = checkpoint.complete(meaning)['config']
+  lora, precise = config['lora'], config['precision']
   if meaning['config']['method'] in ('qat_lora', 'targeted'):
     raise UserError(f'the adapters of {workdir} act inside a quantizer; experiments.convert merges them')
   if lora is None:
     raise UserError(f'{workdir} trained no adapters, but by the method {meaning["config"]["method"]!r}')
+  if lora['init'] != adapters.ZERO:
+    raise UserError(
+      f'the adapters of {workdir} belong to the weights that lora.init = {lora["init"]!r} rounded, and to no '
+      'others; experiments.convert makes a model of both'
+    )
   dtype = jnp.dtype(precise['param'])
   like = adapters.init(LoraSpec(**lora), parameter_shapes(source.config), jax.random.key(0), dtype)
   saved = checkpoint.Checkpoints(workdir / 'checkpoints', meaning)

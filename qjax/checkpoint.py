@@ -35,7 +35,11 @@ class Restored:
 
 
 # Fields that configs did not always have, with the value that does what was done before there was the field.
-ADDED: dict[str, Any] = {'config.optimizer.name': 'adamw', 'config.optimizer.kind': 'separate'}
+ADDED: dict[str, Any] = {
+  'config.optimizer.name': 'adamw',
+  'config.optimizer.kind': 'separate',
+  'config.lora.init': 'zero',
+}
 
 
 def complete(meaning: Mapping[str, Any]) -> dict[str, Any]:

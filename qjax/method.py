@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from qjax import adapters, ops, storage, trees
-from qjax.adapters import LoraSpec
+from qjax.adapters import Adapter, LoraSpec
 from qjax.errors import UserError, nearest
 from qjax.models.objective import Distillation
 from qjax.ops import Numerics
-from qjax.quant import fake
+from qjax.quant import fake, ptq
 from qjax.quant.formats import FORMATS, Scheme
+from qjax.quant.ptq.lowrank import LowRank
 from qjax.quant.qtensor import QTensor
 from qjax.sharding import MEMORY
 
@@ -184,6 +185,7 @@ class Method:
       targets = adapters.targets(self.trainable.lora, shapes)
     elif not self.trainable.slices:
       trees.select(self.trainable.pattern, [f'params/{path}' for path in paths], 'trainable')
+    self._corrected(kinds, shapes)
     for path in projections:
       scheme = n.trained_scheme_of(path, _is_at_rest(kinds[path], path), path in targets)
       if path in dict(self.trainable.slices):
@@ -207,6 +209,34 @@ class Method:
           "use '.*'"
         )
     return kinds
+
+  def _corrected(
+    self, kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+  ) -> dict[str, LowRank]:
+    """What quantizes those weights whose adapters start from what rounding lost."""
+    lora = self.trainable.lora
+    if lora is None or lora.init == adapters.ZERO:
+      return {}
+    found = ptq.make(lora.init)
+    start = found.quantizer
+    if found.reparametrizations or not isinstance(start, LowRank) or start.weighted or 'rank' in lora.init:
+      raise UserError(
+        f'lora.init = {lora.init!r} is no start of adapters; use {adapters.ZERO!r} or loftq with rounds and '
+        "clip, such as 'loftq:rounds=5,clip' (the rank is lora.rank, and there are no inputs to weigh by)"
+      )
+    if self.numerics.weights or self.trainable.slices:
+      raise UserError(
+        f'lora.init = {lora.init!r} corrects what lies beside it, but these adapters act inside a quantizer; '
+        f'use {adapters.ZERO!r}'
+      )
+    targets = adapters.targets(lora, shapes)
+    chosen = [path for path in targets if _is_at_rest(kinds[path], path)]
+    if not chosen:
+      raise UserError(
+        f'lora.init = {lora.init!r} corrects what rounding lost, but no target rests in few bits; use '
+        f'{adapters.ZERO!r}, or a scheme in storage.projections'
+      )
+    return dict.fromkeys(chosen, dataclasses.replace(start, rank=lora.rank))
 
   def _adapted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
     """The shapes of what may have adapters: all parameters, or the slices."""
@@ -250,17 +280,22 @@ class Method:
       UserError: as `plan`, and a NaN or an infinity in a weight, by path.
     """
     kinds = self.plan(shapes)
+    corrected, started = self._corrected(kinds, shapes), {}
     flat: dict[str, Any] = {}
     for path in shapes:
       progress(path)
-      leaf = self._at_rest(path, shapes[path], kinds[path], read, stored, set_aside)
+      if path in corrected:
+        make = partial(self._corrected_layer, path, kinds[path], corrected[path], read, stored, set_aside)
+        leaf, started[path] = _stack(path, shapes[path], make)
+      else:
+        leaf = self._at_rest(path, shapes[path], kinds[path], read, stored, set_aside)
       flat[f'params/{path}'] = _place(place, f'params/{path}', leaf)
     if self.trainable.lora is not None:
       adapted = self._adapted(shapes)
       fresh = adapters.init(self.trainable.lora, adapted, key, self.numerics.policy.param)
       for path, adapter in trees.flatten(fresh, adapters.is_adapter).items():
         where = f'slices/{path}/correction' if self.trainable.slices else f'lora/{path}'
-        flat[where] = _place(place, where, adapter)
+        flat[where] = _place(place, where, started.get(path, adapter))
     for path, leaf in self._quantizers(shapes, kinds, read, input_ranges or {}).items():
       flat[path] = _place(place, path, leaf)
     if self.distillation is not None:
@@ -337,6 +372,30 @@ class Method:
       return _place(set_aside, f'params/{path}', make(layer))
 
     return _stack(path, shape, waiting)
+
+  def _corrected_layer(
+    self,
+    path: str,
+    kind: str,
+    correct: LowRank,
+    read: Reader,
+    stored: Stored,
+    set_aside: SetAside,
+    layer: int | None,
+  ) -> tuple[Any, Adapter]:
+    """One layer of a weight at rest, and the adapter that starts from what rounding lost of it."""
+    scheme, spec = storage.scheme_of(kind, path), self.trainable.lora
+    assert scheme is not None and spec is not None
+    found = stored(path, layer)
+    if isinstance(found, QTensor) and found.scheme == scheme:
+      raise UserError(
+        f'lora.init = {spec.init!r}: {path} comes in {scheme} already, and what rounding lost of it is not '
+        f'known; use {adapters.ZERO!r}, or the model that it was made from'
+      )
+    w = storage.checked(read(path, layer), path, jnp.dtype('float32'))
+    q, (a, b, _) = correct(w, scheme, None, None)
+    adapter = adapters.starting_at(spec, a, b, self.numerics.policy.param)
+    return _place(set_aside, f'params/{path}', q), adapter
 
 
 class _Zeros:

@@ -5,10 +5,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qjax.errors import UserError
+from qjax.quant import clipping
 from qjax.quant.formats import Scheme
 from qjax.quant.qtensor import QTensor, dequantize, quantize
+
+# Shares of a block's range that `clip` tries; at two bits the best is often below half.
+CLIPS = tuple(np.linspace(1.0, 0.3, 29).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +24,14 @@ class LowRank:
     rank: r.
     rounds: of the alternation; 1 is a correction after rounding to nearest.
     weighted: errors weigh what the inputs' second moments say (as in Guo et al. 2023, "LQ-LoRA").
+    clip: each round's Q keeps of the range of each block what has the least squared error. At 2 bits this
+      saves more than the correction does.
   """
 
   rank: int = 16
   rounds: int = 5
   weighted: bool = False
+  clip: bool = False
 
   def __post_init__(self) -> None:
     if self.rank < 1 or self.rounds < 1:
@@ -44,13 +52,13 @@ class LowRank:
       assert gram is not None
       moments = jnp.diagonal(gram)
       weigh = jnp.sqrt(jnp.maximum(moments, jnp.maximum(1e-12 * jnp.max(moments), 1e-30)))
-    q, a, b = _alternate(w, weigh, scheme, self.rank, self.rounds)
+    q, a, b = _alternate(w, weigh, scheme, self.rank, self.rounds, self.clip)
     return q, (a, b, 1.0)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4))
+@partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _alternate(
-  w: jax.Array, weigh: jax.Array, scheme: Scheme, rank: int, rounds: int
+  w: jax.Array, weigh: jax.Array, scheme: Scheme, rank: int, rounds: int, clip: bool
 ) -> tuple[QTensor, jax.Array, jax.Array]:
   """The quantized weight, Aᵀ [r, K] and B [r, N]."""
 
@@ -59,7 +67,9 @@ def _alternate(
 
   def step(factors: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     a, b = factors
-    q = quantize(w - product(a, b), scheme)
+    rest = w - product(a, b)
+    kept = clipping.search(rest, scheme, 'weight_mse', grid=CLIPS) if clip else None
+    q = quantize(rest, scheme, kept)
     left = w - dequantize(q)
     u, v = _best(left * weigh[:, None], rank)
     a, b = (u / weigh[:, None]).T, v

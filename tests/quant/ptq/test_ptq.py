@@ -119,6 +119,7 @@ def error_of(spelling: str, scheme: str) -> float:
     ('rtn:clip=layer_output', 'int3:axis=channel', 1.1),
     ('rtn:clip=activation_weighted', 'int3:axis=channel', 1.1),
     ('loftq:rank=4,rounds=3', 'int4:block=8', 1.2),
+    ('loftq:rank=4,rounds=3,clip', 'nf2:block=16', 1.4),
     ('decompose:share=0.1', 'int4:block=8', 1.1),
   ],
 )
