@@ -60,6 +60,12 @@ def base() -> ConfigDict:
   config.optimizer.eps = 1e-8  # of adamw and adamw8bit
   config.optimizer.clip_norm = 1.0  # 0: no clipping
 
+  config.placement = ConfigDict()
+  # ((pattern over projections, device | host), …): which stacks of layers wait in host memory, to be copied a
+  # layer at a time. What no rule takes rests on the device. With optimizer.kind = fused,
+  # 'optimizer/layers' are the moments of the layers.
+  config.placement.rules = ()
+
   config.mesh = ConfigDict()  # devices along each axis; -1: all that are left
   config.mesh.data = 1
   config.mesh.fsdp = 1
@@ -88,10 +94,6 @@ def add_storage(config: ConfigDict) -> None:
   config.storage.projections = 'bfloat16'  # a dtype, or a scheme such as nf4:block=64,dq
   config.storage.embeddings = 'bfloat16'
   config.storage.rules = ()  # ((pattern, dtype or scheme), …) that go first
-  config.placement = ConfigDict()
-  # ((pattern over projections, device | host), …): which stacks of layers wait in host memory, to be copied a
-  # layer at a time. What no rule takes rests on the device.
-  config.placement.rules = ()
 
 
 def add_qat(config: ConfigDict) -> None:

@@ -205,10 +205,10 @@ INPUT_GRADIENTS = (*fake.GRADIENTS, 'average')
 
 # The sections that a method needs, and those that it may have.
 SECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-  'full': ((), ()),
+  'full': ((), ('placement',)),
   'lora': (('lora', 'storage'), ('placement',)),
   'qlora': (('lora', 'storage'), ('placement',)),
-  'qat': (('qat',), ('distill',)),
+  'qat': (('qat',), ('placement', 'distill')),
   'qat_lora': (('lora', 'storage', 'qat'), ('placement', 'distill')),
   'targeted': (('storage', 'qat', 'targeted'), ('placement', 'lora', 'distill')),
 }

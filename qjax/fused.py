@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from qjax import optim
@@ -26,6 +27,7 @@ from qjax.models.objective import nll_sums
 from qjax.models.transformer import Block, Transformer, embed, head_of
 from qjax.precision import LossScale, is_all_finite
 from qjax.remat import as_bits, from_bits
+from qjax.sharding import fetch, put_back
 from qjax.step import Arrays, Loop, State, StepFunction, StepMetrics
 
 Tree = Any
@@ -100,10 +102,21 @@ def _make(update: Update, total_steps: int) -> optax.GradientTransformation:
   return optim.make(dataclasses.replace(update, clip_norm=0.0) if is_global else update, total_steps)
 
 
-def init_optimizer(update: Update, total_steps: int, trainable: Tree) -> Tree:
-  """The optimizer's state before the first step: of each group, and of 'layers' a stack of one a layer."""
+def init_optimizer(
+  update: Update, total_steps: int, trainable: Tree, set_aside: Callable[[Tree], Tree] | None = None
+) -> Tree:
+  """The optimizer's state before the first step: of each group, and of 'layers' a stack of one a layer.
+
+  With `set_aside`, which moves a layer's state to where it waits, no more than that is made at a time.
+  """
   tx = _make(update, total_steps)
   groups = _split(trainable['params'])
+  if set_aside is not None:
+    one = jax.jit(lambda layers, index: tx.init(_slice(layers, index)))
+    depth = jax.tree.leaves(groups.layers)[0].shape[0]
+    each = [set_aside(one(groups.layers, jnp.asarray(index))) for index in range(depth)]
+    top, embed = (jax.jit(tx.init)(group) for group in (groups.top, groups.embed))
+    return _Groups(top, jax.tree.map(lambda *x: np.stack(x), *each), embed)._asdict()
   # Compiled, because only shapes are read of the float32 views that moments start from.
   inits = _Groups(tx.init, jax.vmap(tx.init), tx.init)
   init = jax.jit(lambda groups: _Groups(*(f(group) for f, group in zip(inits, groups, strict=True))))
@@ -126,7 +139,7 @@ def _slice(stacks: Tree, index: jax.Array) -> Tree:
 
 
 def _put(stacks: Tree, index: jax.Array, layer: Tree) -> Tree:
-  put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
+  put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, put_back(x, stack), index, 0)
   return jax.tree.map(put, stacks, layer)
 
 
@@ -247,7 +260,7 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
     def move_layer(carry: Tree, index: jax.Array, gradients: Tree) -> Tree:
       layers, optimizer, tally = carry
       moved, after, tally = move(
-        index + 2, _slice(layers, index), _slice(optimizer, index), gradients, tally
+        index + 2, _slice(layers, index), fetch(_slice(optimizer, index)), gradients, tally
       )
       return _put(layers, index, moved), _put(optimizer, index, after), tally
 

@@ -38,6 +38,10 @@ PARAM = 'param'
 _PLACED = re.compile(f'params/({storage.PROJECTIONS})(/codes)?')
 
 
+# What placement rules call the optimizer's state of all layers, where those move one at a time.
+LAYERS_MOMENTS = 'optimizer/layers'
+
+
 @dataclasses.dataclass(frozen=True)
 class Trainable:
   """What moves: the leaves of {'params': …, 'lora': …} whose path matches, and what is added to move.
@@ -127,7 +131,8 @@ class Method:
     course: how quantization in training changes with the steps.
     distillation: what the model is to learn from itself as it was; None is nothing.
     placement: rules from the path of a projection to the memory that its stack rests in, 'device' or 'host';
-      the device where none matches. From the host a layer is copied when its turn comes; no number changes.
+      the device where none matches. 'optimizer/layers' are the layers' moments, for updates inside the
+      backward pass. From the host a layer is copied when its turn comes; no number changes.
   """
 
   name: str
@@ -144,14 +149,16 @@ class Method:
     return trees.is_match(self.trainable.pattern, path)
 
   def memory_of(self, path: str) -> str:
-    """Where an array of `prepare`'s trees rests: 'device' or 'host'.
+    """Where an array of `prepare`'s trees, or of the state, rests: 'device' or 'host'.
 
     Of a quantized stack on the host the scales stay on the device: they are few, and XLA's TPU compiler fails
     on slices of host memory in some of their shapes.
     """
     owner = _PLACED.fullmatch(path)
-    matches = (memory for pattern, memory in self.placement if owner and trees.is_match(pattern, owner[1]))
-    return next(matches, 'device')
+    name = owner[1] if owner else LAYERS_MOMENTS if f'{path}/'.startswith(f'{LAYERS_MOMENTS}/') else None
+    if name is None or (name == LAYERS_MOMENTS and self.update.kind == 'separate'):
+      return 'device'
+    return next((memory for pattern, memory in self.placement if trees.is_match(pattern, name)), 'device')
 
   def _check_placement(self, projections: list[str]) -> None:
     if self.distillation is not None and any(memory == 'host' for _, memory in self.placement):
@@ -159,8 +166,14 @@ class Method:
     for pattern, memory in self.placement:
       if memory not in MEMORY:
         raise UserError(f'placement: {pattern!r} names the memory {memory!r}{nearest(memory, MEMORY)}')
-    for path, memory in trees.match_rules(self.placement, projections, 'placement', is_partial=True).items():
-      if memory == 'host' and self.is_trainable(f'params/{path}'):
+      if self.update.kind == 'separate' and pattern.startswith('optimizer'):
+        raise UserError(
+          f"placement: {pattern!r} places moments, which wait on the host where a layer moves at a time; use "
+          "optimizer.kind = 'fused'"
+        )
+    known = projections if self.update.kind == 'separate' else [*projections, LAYERS_MOMENTS]
+    for path, memory in trees.match_rules(self.placement, known, 'placement', is_partial=True).items():
+      if memory == 'host' and path != LAYERS_MOMENTS and self.is_trainable(f'params/{path}'):
         raise UserError(f'placement: {path} is trained and cannot rest on the host; place it on the device')
 
   def plan(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

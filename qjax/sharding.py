@@ -162,6 +162,12 @@ def fetch(tree: Tree) -> Tree:
   return jax.tree.map(one, tree)
 
 
+def put_back(x: jax.Array, beside: jax.Array) -> jax.Array:
+  """x in the memory that `beside` is in: what was fetched returns to its stack."""
+  waits = jax.typeof(beside).memory_space == jax.memory.Space.Host
+  return jax.device_put(x, jax.memory.Space.Host) if waits else x
+
+
 def batch_sharding(mesh: Mesh, ndim: int, batch_axis: int = 0) -> NamedSharding:
   """Rows split over data × fsdp."""
   spec: list[Any] = [None] * ndim
