@@ -65,6 +65,8 @@ def base() -> ConfigDict:
   # layer at a time. What no rule takes rests on the device. With optimizer.kind = fused,
   # 'optimizer/layers' are the moments of the layers.
   config.placement.rules = ()
+  # Of the weights that go to the host, as many stacks stay on the device as fill no more than this.
+  config.placement.resident_gib = 0.0
 
   config.mesh = ConfigDict()  # devices along each axis; -1: all that are left
   config.mesh.data = 1

@@ -122,6 +122,7 @@ class StorageFields:
 @dataclasses.dataclass(frozen=True)
 class PlacementFields:
   rules: tuple[tuple[str, str], ...]
+  resident_gib: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,7 +404,7 @@ def method_of(fields: Fields, source: Source | None = None) -> Method:
   )
 
 
-def _placed(fields: Fields, method: Method) -> Method:
+def _placed(fields: Fields, method: Method, shapes: Mapping[str, tuple[int, ...]]) -> Method:
   """The method with its stacks where the config wants them."""
   if fields.placement is None:
     return method
@@ -412,7 +413,22 @@ def _placed(fields: Fields, method: Method) -> Method:
     raise UserError(
       "config.model.remat = 'none' would keep a device copy of every layer that rests on the host; use 'full'"
     )
-  return dataclasses.replace(method, placement=rules)
+  method = dataclasses.replace(method, placement=rules)
+  budget = fields.placement.resident_gib
+  if budget < 0:
+    raise UserError(f'config.placement.resident_gib = {budget} must be at least 0')
+  if not budget:
+    return method
+  kinds = method.plan(shapes)
+  hosted = [path for path in shapes if method.memory_of(f'params/{path}') == 'host']
+  if not hosted:
+    raise UserError(
+      f'config.placement.resident_gib = {budget} keeps weights on the device that placement.rules put on the '
+      "host, but these put none there; use rules = (('.*', 'host'),), or resident_gib = 0.0"
+    )
+  sizes = {path: storage.waiting_nbytes(shapes[path], kinds[path], path) for path in hosted}
+  kept = sharding.resident(sizes, int(budget * 2**30))
+  return dataclasses.replace(method, placement=(*((path, 'device') for path in kept), *rules))
 
 
 def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
@@ -460,9 +476,9 @@ def _program(fields: Fields, source: Source, devices: list[jax.Device] | None = 
         f'{max(rows, 1) * shards} would'
     )
   at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
-  method = _placed(fields, method_of(fields, source))
-  fused.check(method, rows // at_a_time, p.loss_scale != 'none', fields.model.remat)
   shapes = parameter_shapes(source.config)
+  method = _placed(fields, method_of(fields, source), shapes)
+  fused.check(method, rows // at_a_time, p.loss_scale != 'none', fields.model.remat)
   method.plan(shapes)
   context = source.config.context_length
   if d.seq_len > context:

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import psutil
-from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qjax import chips, liveness, operations, sharding, train, trees
@@ -149,8 +148,7 @@ def _labels(state: train.State, frozen: Tree, batch: Tree, memory_of: Callable[[
 
 
 def _is_on_host(x: Any) -> bool:
-  where = x.sharding.sharding if isinstance(x.sharding, Format) else x.sharding
-  return where.memory_kind == sharding.MEMORY['host']
+  return getattr(x.sharding, 'sharding', x.sharding).memory_kind == sharding.MEMORY['host']
 
 
 class Traced:

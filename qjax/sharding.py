@@ -9,7 +9,7 @@ that blocks of quantized inputs stay whole.
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -138,6 +138,18 @@ def sharding_of(path: str, leaf: Any, mesh: Mesh, memory: str = 'device') -> Nam
     return where
   order = tuple(range(len(leaf.shape)))
   return Format(Layout(order, tiling=((8, 128), (4 // itemsize, 1))), where)
+
+
+def resident(nbytes: Mapping[str, int], budget: int) -> list[str]:
+  """Which of a few stacks stay on the device: those that fill most of a budget of bytes, and no more.
+
+  Whole stacks, not whole layers: every layer then has the same share to copy, so that copies can hide behind
+  each layer's products alike, and a stack stays one array that one loop reads.
+  """
+  found: dict[int, list[str]] = {0: []}
+  for name, size in nbytes.items():
+    found |= {total + size: [*kept, name] for total, kept in found.items() if total + size <= budget}
+  return found[max(found)]
 
 
 def shardings(tree: Tree, mesh: Mesh, memory: Callable[[str], str] = lambda path: 'device') -> Tree:

@@ -127,9 +127,38 @@ def test_moments_on_the_host_move_weights_as_moments_on_the_device_do(directory,
   assert parts[0].peak_bytes - parts[1].peak_bytes > 0.8 * on_host
 
 
+def test_as_much_stays_as_a_budget_of_bytes_allows(directory, resident, hosted):
+  frozen = trees.flatten(hosted.frozen)
+  sizes = {path: frozen[path].nbytes for path in _on_host(hosted)}
+  share = 0.4 * sum(sizes.values())
+  some = HOST | {'placement__resident_gib': share / 2**30}
+  prepared = small.prepare(small.run(directory, 'qlora', **some))
+  kept = sizes.keys() - _on_host(prepared)
+  filled = sum(sizes[path] for path in kept)
+  left_over = min(size for path, size in sizes.items() if path not in kept)
+  assert 0 < filled <= share < filled + left_over
+  assert small.take_steps(prepared, 2)[1] == resident[2][:2]
+  whole, part = (
+    plan.Traced(build.program(small.config(directory, 'qlora', **more))).plan(chips.find('v5e'))
+    for more in (HOST, some)
+  )
+  assert whole.host_bytes - part.host_bytes == filled
+  assert whole.host_traffic_bytes - part.host_traffic_bytes == 2 * filled
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'budget', 'kept'),
+  [({'a': 5, 'b': 4, 'c': 3}, 7, 'bc'), ({'a': 5, 'b': 4, 'c': 3}, 2, ''), ({'a': 5, 'b': 4}, 99, 'ab')],
+)
+def test_what_stays_fills_most_of_the_budget(sizes, budget, kept):
+  assert ''.join(sharding.resident(sizes, budget)) == kept
+
+
 @pytest.mark.parametrize(
   'method_name, changed, problem',
   [
+    ('qlora', {'placement__resident_gib': 1.0}, 'rules put on the host, but these put none there'),
+    ('qlora', HOST | {'placement__resident_gib': -1.0}, 'resident_gib = -1.0 must be at least 0'),
     ('full', MOMENTS, "a layer moves at a time; use optimizer.kind = 'fused'"),
     ('full', {'placement__rules': (('.*/up/kernel', 'host'),)}, 'is trained and cannot rest on the host'),
     ('qlora', {'placement__rules': (('.*', 'hosst'),)}, r"'hosst'.*host"),

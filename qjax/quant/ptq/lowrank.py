@@ -13,7 +13,7 @@ from qjax.quant.formats import Scheme
 from qjax.quant.qtensor import QTensor, dequantize, quantize
 
 # Shares of a block's range that `clip` tries; at two bits the best is often below half.
-CLIPS = tuple(np.linspace(1.0, 0.3, 29).tolist())
+CLIPS = tuple(np.linspace(1.0, 0.3, 8).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
