@@ -25,6 +25,8 @@ def base() -> ConfigDict:
   config.model.remat = 'projections'
   config.model.attention = 'auto'  # auto | xla | cudnn
   config.model.loss_chunk = 8192  # words of the vocabulary whose logits exist at a time
+  # Tokens of a row that the MLP takes at a time, each chunk computed again in the backward pass; 0 takes all.
+  config.model.mlp_chunk = 0
 
   config.data = ConfigDict()
   config.data.path = 'construction_faq'  # or a .jsonl file

@@ -63,6 +63,7 @@ class ModelFields:
   remat: str
   attention: str
   loss_chunk: int
+  mlp_chunk: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,7 +438,29 @@ def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
     raise UserError("config.model.attention = 'cudnn' needs an NVIDIA GPU; use 'auto' or 'xla'")
   if attention not in known:
     raise UserError(f'config.model.attention = {attention!r} is not known{nearest(attention, known)}')
-  return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(attention))
+  _check_mlp_chunk(fields, numerics)
+  chunk = fields.model.mlp_chunk
+  return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(attention), chunk)
+
+
+def _check_mlp_chunk(fields: Fields, numerics: Numerics) -> None:
+  """Refuses chunks of the MLP that would change numbers, or copy weights once a chunk."""
+  chunk, tokens = fields.model.mlp_chunk, fields.data.seq_len
+  if chunk < 0 or (chunk and tokens % min(chunk, tokens)):
+    raise UserError(
+      f'config.model.mlp_chunk = {chunk} must divide config.data.seq_len = {tokens}; 0 takes all at once'
+    )
+  if chunk and (numerics.activations or 'int8' in (numerics.backward.dx, numerics.backward.dw)):
+    raise UserError(
+      f'config.model.mlp_chunk = {chunk}: ranges of inputs and gradients in integers would be those of a '
+      'chunk; use 0, or no qat.activations'
+    )
+  rules = fields.placement.rules if fields.placement else ()
+  if chunk and any(memory == 'host' and not pattern.startswith('optimizer') for pattern, memory in rules):
+    raise UserError(
+      f'config.model.mlp_chunk = {chunk} would copy the weights of an MLP from the host for each chunk; '
+      'use 0, or placement.rules = ()'
+    )
 
 
 def meaning(fields: Fields, method: Method, source: Source, dataset: pipeline.Dataset) -> dict[str, Any]:

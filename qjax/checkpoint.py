@@ -39,6 +39,7 @@ ADDED: dict[str, Any] = {
   'config.optimizer.name': 'adamw',
   'config.optimizer.kind': 'separate',
   'config.lora.init': 'zero',
+  'config.model.mlp_chunk': 0,
 }
 
 

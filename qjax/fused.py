@@ -151,7 +151,7 @@ class _Pass:
     self.loss_scale, self.batch, self.layers = loss_scale, batch, c.num_layers
     table = rotary_table(c, batch['positions'])
     mask = attention_mask(batch['segments'], c.sliding_window)
-    block = Block(c, model.numerics, model.kernel, 'none')
+    block = Block(c, model.numerics, model.kernel, 'none', model.mlp_chunk)
     self.embed = lambda p: embed(c, model.numerics, p['embed']['embedding'], batch['tokens'])
 
     def layer(weights: Tree, x: jax.Array) -> jax.Array:
