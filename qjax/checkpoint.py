@@ -43,22 +43,33 @@ ADDED: dict[str, Any] = {
 }
 
 
-def complete(meaning: Mapping[str, Any]) -> dict[str, Any]:
-  """A copy of a meaning, or of any part of one, with the fields of `ADDED` that its sections lack."""
+def _section(meaning: Any, path: str) -> tuple[Any, str]:
+  """What holds the field at a path, None or no mapping where there is no such section; and its name there."""
+  *sections, name = path.split('.')
+  for section in sections:
+    meaning = meaning.get(section) if isinstance(meaning, Mapping) else None
+  return meaning, name
+
+
+def complete(meaning: Mapping[str, Any], fields: Mapping[str, Any] = ADDED) -> dict[str, Any]:
+  """A copy of a meaning, or of any part of one, with those of `fields` that its sections lack."""
   filled = json.loads(json.dumps(meaning))
-  for path, value in ADDED.items():
-    *sections, name = path.split('.')
-    node = filled
-    for section in sections:
-      node = node.get(section) if isinstance(node, dict) else None
-    if isinstance(node, dict):
-      node.setdefault(name, value)
+  for path, value in fields.items():
+    section, name = _section(filled, path)
+    if isinstance(section, dict):
+      section.setdefault(name, value)
   return filled
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
   """`differences` of two meanings, of which the older may be that of a version with fewer fields."""
-  return differences(complete(then), complete(now))
+
+  def filled(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    places = {path: _section(other, path) for path in ADDED}
+    there = [path for path, (at, name) in places.items() if isinstance(at, Mapping) and name in at]
+    return complete(one, {path: ADDED[path] for path in there})
+
+  return differences(filled(then, now), filled(now, then))
 
 
 def differences(then: Any, now: Any, path: str = '') -> list[str]:
