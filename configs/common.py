@@ -25,6 +25,8 @@ def base() -> ConfigDict:
   config.model.remat = 'projections'
   config.model.attention = 'auto'  # auto | xla | cudnn
   config.model.loss_chunk = 8192  # words of the vocabulary whose logits exist at a time
+  # Tokens of a row that the MLP takes at a time, each chunk computed again in the backward pass; 0 takes all.
+  config.model.mlp_chunk = 0
 
   config.data = ConfigDict()
   config.data.path = 'construction_faq'  # or a .jsonl file
@@ -48,7 +50,8 @@ def base() -> ConfigDict:
   config.optimizer = ConfigDict()
   config.optimizer.name = 'adamw'  # adamw | adamw8bit | adafactor | lion | sgd
   # separate: after the backward pass | fused: inside it, layer by layer (method full) | fused_global: so, but
-  # clipped by the norm of all layers, which takes a second backward pass.
+  # clipped by the norm of all layers, which takes a second backward pass. Both want model.remat = full and
+  # micro_batch = batch_size.
   config.optimizer.kind = 'separate'
   config.optimizer.learning_rate = 1e-3
   config.optimizer.schedule = 'cosine'  # constant | linear | cosine, down to zero
@@ -58,6 +61,14 @@ def base() -> ConfigDict:
   config.optimizer.beta2 = 0.999  # likewise; lion wants 0.99
   config.optimizer.eps = 1e-8  # of adamw and adamw8bit
   config.optimizer.clip_norm = 1.0  # 0: no clipping
+
+  config.placement = ConfigDict()
+  # ((pattern over projections, device | host), …): which stacks of layers wait in host memory, to be copied a
+  # layer at a time. What no rule takes rests on the device. With optimizer.kind = fused,
+  # 'optimizer/layers' are the moments of the layers.
+  config.placement.rules = ()
+  # Of the weights that go to the host, as many stacks stay on the device as fill no more than this.
+  config.placement.resident_gib = 0.0
 
   config.mesh = ConfigDict()  # devices along each axis; -1: all that are left
   config.mesh.data = 1
@@ -76,6 +87,8 @@ def add_lora(config: ConfigDict) -> None:
   config.lora.scale_rule = 'standard'  # standard: alpha/r | rslora: alpha/sqrt(r)
   config.lora.dropout = 0.0
   config.lora.targets = '.*/(q|k|v|o|gate|up|down)/kernel'  # regular expression over whole parameter paths
+  # zero | loftq:rounds=5,clip: from what rounding the base lost (clip: ranges of least squared error).
+  config.lora.init = 'zero'
   add_storage(config)
 
 
@@ -85,10 +98,6 @@ def add_storage(config: ConfigDict) -> None:
   config.storage.projections = 'bfloat16'  # a dtype, or a scheme such as nf4:block=64,dq
   config.storage.embeddings = 'bfloat16'
   config.storage.rules = ()  # ((pattern, dtype or scheme), …) that go first
-  config.placement = ConfigDict()
-  # ((pattern over projections, device | host), …): which stacks of layers wait in host memory, to be copied a
-  # layer at a time. What no rule takes rests on the device.
-  config.placement.rules = ()
 
 
 def add_qat(config: ConfigDict) -> None:

@@ -4,8 +4,11 @@
 
 The argument is the number of tokens of a row. 2.13 bits a weight of a projection. Compiled for a v6e with
 kernels = pallas: 21.5 GiB of the device, and 2.5 of layer inputs in host memory. More rows than are taken
-at a time would need their gradients' sum as well: 23.5 GiB. Adapters that start from zero do not mend what
-rounding to 2 bits breaks; quality was not measured.
+at a time would need their gradients' sum as well: 23.5 GiB.
+
+Adapters start from what rounding lost (LoftQ), with the range of each block clipped to the least squared
+error. On the example model, configs/qlora.py with this storage and this start: held-out nll 9.57 -> 4.42 in
+20 steps; with adapters that start from zero 21.57 -> 13.57, and in 4 bits 4.35 -> 3.37. On a 65B it was not run.
 """
 
 from ml_collections import ConfigDict
@@ -21,5 +24,6 @@ def get_config(seq_len: str = '2048') -> ConfigDict:
   config.precision.param = 'bfloat16'
   config.precision.rounding = 'stochastic'
   config.storage.projections = 'nf2:block=64,dq'
+  config.lora.init = 'loftq:rounds=3,clip'
   config.placement.rules = ()
   return config

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     with stage(f'{name}: preparing and compiling'), jax.set_mesh(run.mesh):
       trainable, frozen = train.prepare(run)
       state = train.init_state(run, trainable)
-      state = jax.device_put(state, train.state_shardings(state, run.mesh))
+      state = jax.device_put(state, train.state_shardings(run, state))
       batch = train.place_batch(_full_rows(run), run.loop.accumulate, run.mesh)
       key = jax.random.key(0)
       compiled = train.compile_step(run, state, frozen, batch, key)

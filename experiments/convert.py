@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
   record = records.read_record(workdir)
   if record is None:
     raise UserError(f'{workdir} holds no {records.RECORD}: it is no working directory of a run')
-  run = build.run(ConfigDict(record['config']), workdir)
-  if changed := checkpoint.differences(record['meaning'], run.meaning):
+  run = build.run(ConfigDict(checkpoint.complete({'config': record['config']})['config']), workdir)
+  if changed := checkpoint.changes(record['meaning'], run.meaning):
     raise UserError(f'{workdir} was trained on something else than is there now:\n  ' + '\n  '.join(changed))
   if _MERGE.value:
     storage.scheme_of(_MERGE.value, '--merge')

@@ -203,7 +203,8 @@ def _steps_down(config: ConfigDict) -> Iterator[tuple[str, Mapping[str, Any] | s
   if config.model.loss_chunk > 2048:
     fields.append({'model__loss_chunk': 2048})
   if config.method == 'full' and config.optimizer.kind == 'separate':
-    at_once = {'micro_batch': config.batch_size, 'optimizer__kind': 'fused', 'optimizer__name': 'adafactor'}
+    at_once = {'micro_batch': config.batch_size, 'model__remat': 'full', 'optimizer__kind': 'fused'}
+    at_once['optimizer__name'] = 'adafactor'
     fields.append(at_once | {'precision__param': 'bfloat16', 'precision__rounding': 'stochastic'})
   for change in fields:
     yield _spelled(change), change

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     print(f'kept the earlier run in {aside}', file=sys.stderr)
   before = records.read_record(workdir)
   if before is not None:
-    changed = checkpoint.differences(before['meaning'], run.meaning)
+    changed = checkpoint.changes(before['meaning'], run.meaning)
     if changed:
       raise UserError(
           f'{workdir} holds a run of another config ({before["status"]}):\n  ' + '\n  '.join(changed)

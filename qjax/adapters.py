@@ -16,6 +16,7 @@ from qjax import trees
 from qjax.errors import UserError, nearest
 
 SCALE_RULES = ('standard', 'rslora')
+ZERO = 'zero'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,8 @@ class LoraSpec:
     scale_rule: 'standard' is alpha / r; 'rslora' is alpha / sqrt(r) (Kalajdzievski 2023).
     dropout: probability that an input of A is dropped, in training only.
     targets: regular expression over whole parameter paths.
+    init: 'zero', so that training starts from the base as it rests; or a method of `quant.ptq` that leaves a
+      low-rank correction ('loftq:rounds=5,clip'), so that it starts from nearer to the base as it was.
   """
 
   rank: int
@@ -35,6 +38,7 @@ class LoraSpec:
   scale_rule: Literal['standard', 'rslora'] = 'standard'
   dropout: float = 0.0
   targets: str = '.*/(q|k|v|o|gate|up|down)/kernel'
+  init: str = ZERO
 
   def __post_init__(self) -> None:
     if self.rank < 1:
@@ -77,6 +81,12 @@ class Adapter:
     """s·A·B [..., in, out] in float32: what merging adds to the weight."""
     a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
     return self.scale * jnp.einsum('...rk,...rn->...kn', a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def starting_at(spec: LoraSpec, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> Adapter:
+  """The adapter whose s·A·B is the product of Aᵀ [..., r, in] and B [..., r, out]; s is shared by both."""
+  share = 1 / math.sqrt(spec.scale)
+  return Adapter((a * share).astype(dtype), (b * share).astype(dtype), spec.scale, spec.dropout)
 
 
 def is_adapter(value: Any) -> bool:

@@ -63,6 +63,7 @@ class ModelFields:
   remat: str
   attention: str
   loss_chunk: int
+  mlp_chunk: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,7 @@ class LoraFields:
   scale_rule: str
   dropout: float
   targets: str
+  init: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,7 @@ class StorageFields:
 @dataclasses.dataclass(frozen=True)
 class PlacementFields:
   rules: tuple[tuple[str, str], ...]
+  resident_gib: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +207,10 @@ INPUT_GRADIENTS = (*fake.GRADIENTS, 'average')
 
 # The sections that a method needs, and those that it may have.
 SECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-  'full': ((), ()),
+  'full': ((), ('placement',)),
   'lora': (('lora', 'storage'), ('placement',)),
   'qlora': (('lora', 'storage'), ('placement',)),
-  'qat': (('qat',), ('distill',)),
+  'qat': (('qat',), ('placement', 'distill')),
   'qat_lora': (('lora', 'storage', 'qat'), ('placement', 'distill')),
   'targeted': (('storage', 'qat', 'targeted'), ('placement', 'lora', 'distill')),
 }
@@ -402,7 +405,7 @@ def method_of(fields: Fields, source: Source | None = None) -> Method:
   )
 
 
-def _placed(fields: Fields, method: Method) -> Method:
+def _placed(fields: Fields, method: Method, shapes: Mapping[str, tuple[int, ...]]) -> Method:
   """The method with its stacks where the config wants them."""
   if fields.placement is None:
     return method
@@ -411,7 +414,22 @@ def _placed(fields: Fields, method: Method) -> Method:
     raise UserError(
       "config.model.remat = 'none' would keep a device copy of every layer that rests on the host; use 'full'"
     )
-  return dataclasses.replace(method, placement=rules)
+  method = dataclasses.replace(method, placement=rules)
+  budget = fields.placement.resident_gib
+  if budget < 0:
+    raise UserError(f'config.placement.resident_gib = {budget} must be at least 0')
+  if not budget:
+    return method
+  kinds = method.plan(shapes)
+  hosted = [path for path in shapes if method.memory_of(f'params/{path}') == 'host']
+  if not hosted:
+    raise UserError(
+      f'config.placement.resident_gib = {budget} keeps weights on the device that placement.rules put on the '
+      "host, but these put none there; use rules = (('.*', 'host'),), or resident_gib = 0.0"
+    )
+  sizes = {path: storage.waiting_nbytes(shapes[path], kinds[path], path) for path in hosted}
+  kept = sharding.resident(sizes, int(budget * 2**30))
+  return dataclasses.replace(method, placement=(*((path, 'device') for path in kept), *rules))
 
 
 def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
@@ -420,7 +438,29 @@ def model_of(fields: Fields, source: Source, numerics: Numerics) -> Transformer:
     raise UserError("config.model.attention = 'cudnn' needs an NVIDIA GPU; use 'auto' or 'xla'")
   if attention not in known:
     raise UserError(f'config.model.attention = {attention!r} is not known{nearest(attention, known)}')
-  return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(attention))
+  _check_mlp_chunk(fields, numerics)
+  chunk = fields.model.mlp_chunk
+  return Transformer(source.config, numerics, fields.model.remat, AttentionKernel(attention), chunk)
+
+
+def _check_mlp_chunk(fields: Fields, numerics: Numerics) -> None:
+  """Refuses chunks of the MLP that would change numbers, or copy weights once a chunk."""
+  chunk, tokens = fields.model.mlp_chunk, fields.data.seq_len
+  if chunk < 0 or (chunk and tokens % min(chunk, tokens)):
+    raise UserError(
+      f'config.model.mlp_chunk = {chunk} must divide config.data.seq_len = {tokens}; 0 takes all at once'
+    )
+  if chunk and (numerics.activations or 'int8' in (numerics.backward.dx, numerics.backward.dw)):
+    raise UserError(
+      f'config.model.mlp_chunk = {chunk}: ranges of inputs and gradients in integers would be those of a '
+      'chunk; use 0, or no qat.activations'
+    )
+  rules = fields.placement.rules if fields.placement else ()
+  if chunk and any(memory == 'host' and not pattern.startswith('optimizer') for pattern, memory in rules):
+    raise UserError(
+      f'config.model.mlp_chunk = {chunk} would copy the weights of an MLP from the host for each chunk; '
+      'use 0, or placement.rules = ()'
+    )
 
 
 def meaning(fields: Fields, method: Method, source: Source, dataset: pipeline.Dataset) -> dict[str, Any]:
@@ -459,9 +499,9 @@ def _program(fields: Fields, source: Source, devices: list[jax.Device] | None = 
         f'{max(rows, 1) * shards} would'
     )
   at_a_time = max(size for size in range(1, min(rows, fields.micro_batch) + 1) if rows % size == 0)
-  method = _placed(fields, method_of(fields, source))
-  fused.check(method, rows // at_a_time, p.loss_scale != 'none')
   shapes = parameter_shapes(source.config)
+  method = _placed(fields, method_of(fields, source), shapes)
+  fused.check(method, rows // at_a_time, p.loss_scale != 'none', fields.model.remat)
   method.plan(shapes)
   context = source.config.context_length
   if d.seq_len > context:
@@ -540,7 +580,7 @@ def _kept_ranges(file: Path, meant: Mapping[str, Any], find: Callable[[], dict[s
   if file.exists():
     try:
       kept = json.loads(file.read_text(encoding='utf-8'))
-      if kept['meaning'] == meant:
+      if not checkpoint.changes(kept['meaning'], meant):
         return kept['ranges']
     except (ValueError, KeyError, TypeError) as error:
       raise UserError(f'{file} is damaged ({type(error).__name__}: {error}); remove it') from None
@@ -675,11 +715,17 @@ def adapters_of(workdir: Path, source: Source) -> Any:
   meaning = record['meaning']
   if meaning['model']['fingerprint'] != source.fingerprint:
     raise UserError(f'{workdir} trained another model than {source.name}')
-  lora, precise = meaning['config']['lora'], meaning['config']['precision']
+  config = checkpoint.complete(meaning)['config']
+  lora, precise = config['lora'], config['precision']
   if meaning['config']['method'] in ('qat_lora', 'targeted'):
     raise UserError(f'the adapters of {workdir} act inside a quantizer; experiments.convert merges them')
   if lora is None:
     raise UserError(f'{workdir} trained no adapters, but by the method {meaning["config"]["method"]!r}')
+  if lora['init'] != adapters.ZERO:
+    raise UserError(
+      f'the adapters of {workdir} belong to the weights that lora.init = {lora["init"]!r} rounded, and to no '
+      'others; experiments.convert makes a model of both'
+    )
   dtype = jnp.dtype(precise['param'])
   like = adapters.init(LoraSpec(**lora), parameter_shapes(source.config), jax.random.key(0), dtype)
   saved = checkpoint.Checkpoints(workdir / 'checkpoints', meaning)

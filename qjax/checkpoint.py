@@ -34,6 +34,44 @@ class Restored:
   data: dict[str, Any]
 
 
+# Fields that configs did not always have, with the value that does what was done before there was the field.
+ADDED: dict[str, Any] = {
+  'config.optimizer.name': 'adamw',
+  'config.optimizer.kind': 'separate',
+  'config.lora.init': 'zero',
+  'config.model.mlp_chunk': 0,
+}
+
+
+def _section(meaning: Any, path: str) -> tuple[Any, str]:
+  """What holds the field at a path, None or no mapping where there is no such section; and its name there."""
+  *sections, name = path.split('.')
+  for section in sections:
+    meaning = meaning.get(section) if isinstance(meaning, Mapping) else None
+  return meaning, name
+
+
+def complete(meaning: Mapping[str, Any], fields: Mapping[str, Any] = ADDED) -> dict[str, Any]:
+  """A copy of a meaning, or of any part of one, with those of `fields` that its sections lack."""
+  filled = json.loads(json.dumps(meaning))
+  for path, value in fields.items():
+    section, name = _section(filled, path)
+    if isinstance(section, dict):
+      section.setdefault(name, value)
+  return filled
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """`differences` of two meanings, of which the older may be that of a version with fewer fields."""
+
+  def filled(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    places = {path: _section(other, path) for path in ADDED}
+    there = [path for path, (at, name) in places.items() if isinstance(at, Mapping) and name in at]
+    return complete(one, {path: ADDED[path] for path in there})
+
+  return differences(filled(then, now), filled(now, then))
+
+
 def differences(then: Any, now: Any, path: str = '') -> list[str]:
   """Fields in which two nested JSON values differ, one line each: 'a.b was 1 and is 2'."""
   if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -141,7 +179,7 @@ class Checkpoints:
       except Exception as error:
         self._pass_over(candidate, error, is_asked_for=step is not None)
         continue
-      changed = differences(meaning, self.meaning)
+      changed = changes(meaning, self.meaning)
       if changed:
         raise UserError(f'{self.directory}/{candidate} belongs to another run:\n  ' + '\n  '.join(changed))
       try:

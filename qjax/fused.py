@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from qjax import optim
@@ -26,13 +27,21 @@ from qjax.models.objective import nll_sums
 from qjax.models.transformer import Block, Transformer, embed, head_of
 from qjax.precision import LossScale, is_all_finite
 from qjax.remat import as_bits, from_bits
+from qjax.sharding import fetch, put_back
 from qjax.step import Arrays, Loop, State, StepFunction, StepMetrics
 
 Tree = Any
 
 
-def check(method: Method, accumulate: int, is_scaled: bool) -> None:
+def check(method: Method, accumulate: int, is_scaled: bool, remat: str) -> None:
   """Refuses what an update inside the backward pass cannot do; any method passes whose update is separate.
+
+  Args:
+    method: what moves, and how.
+    accumulate: micro-batches a step. A weight moves once a step, by the sum of their gradients, and that sum
+      would have to be kept for all layers: what moving inside the backward pass is there to avoid.
+    is_scaled: whether a loss scale is in use.
+    remat: what is kept of a layer for the backward pass; here that is its input.
 
   Raises:
     UserError: naming the field.
@@ -55,13 +64,18 @@ def check(method: Method, accumulate: int, is_scaled: bool) -> None:
     )
   if accumulate > 1:
     raise refuse(
-      f'cannot add up the gradients of {accumulate} micro-batches, because it keeps none',
+      f'cannot add up the gradients of {accumulate} micro-batches, because it keeps those of one layer',
       'raise config.micro_batch to the rows of a device',
     )
   if is_scaled and kind == 'fused':
     raise refuse(
       'learns of an overflow when layers above have moved, which a loss scale must undo',
       "use precision.loss_scale = 'none' with bfloat16, or 'fused_global'",
+    )
+  if remat != 'full':
+    raise refuse(
+      f'keeps the input of each layer and computes the rest again, not what model.remat = {remat!r} keeps',
+      "use model.remat = 'full'",
     )
 
 
@@ -88,10 +102,21 @@ def _make(update: Update, total_steps: int) -> optax.GradientTransformation:
   return optim.make(dataclasses.replace(update, clip_norm=0.0) if is_global else update, total_steps)
 
 
-def init_optimizer(update: Update, total_steps: int, trainable: Tree) -> Tree:
-  """The optimizer's state before the first step: of each group, and of 'layers' a stack of one a layer."""
+def init_optimizer(
+  update: Update, total_steps: int, trainable: Tree, set_aside: Callable[[Tree], Tree] | None = None
+) -> Tree:
+  """The optimizer's state before the first step: of each group, and of 'layers' a stack of one a layer.
+
+  With `set_aside`, which moves a layer's state to where it waits, no more than that is made at a time.
+  """
   tx = _make(update, total_steps)
   groups = _split(trainable['params'])
+  if set_aside is not None:
+    one = jax.jit(lambda layers, index: tx.init(_slice(layers, index)))
+    depth = jax.tree.leaves(groups.layers)[0].shape[0]
+    each = [set_aside(one(groups.layers, jnp.asarray(index))) for index in range(depth)]
+    top, embed = (jax.jit(tx.init)(group) for group in (groups.top, groups.embed))
+    return _Groups(top, jax.tree.map(lambda *x: np.stack(x), *each), embed)._asdict()
   # Compiled, because only shapes are read of the float32 views that moments start from.
   inits = _Groups(tx.init, jax.vmap(tx.init), tx.init)
   init = jax.jit(lambda groups: _Groups(*(f(group) for f, group in zip(inits, groups, strict=True))))
@@ -114,7 +139,7 @@ def _slice(stacks: Tree, index: jax.Array) -> Tree:
 
 
 def _put(stacks: Tree, index: jax.Array, layer: Tree) -> Tree:
-  put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0)
+  put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, put_back(x, stack), index, 0)
   return jax.tree.map(put, stacks, layer)
 
 
@@ -126,7 +151,7 @@ class _Pass:
     self.loss_scale, self.batch, self.layers = loss_scale, batch, c.num_layers
     table = rotary_table(c, batch['positions'])
     mask = attention_mask(batch['segments'], c.sliding_window)
-    block = Block(c, model.numerics, model.kernel, 'none')
+    block = Block(c, model.numerics, model.kernel, 'none', model.mlp_chunk)
     self.embed = lambda p: embed(c, model.numerics, p['embed']['embedding'], batch['tokens'])
 
     def layer(weights: Tree, x: jax.Array) -> jax.Array:
@@ -193,7 +218,7 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
   Raises:
     UserError: as `check`.
   """
-  check(method, loop.accumulate, is_scaled=False)
+  check(method, loop.accumulate, False, model.remat)
   update = method.update
   is_global = update.kind == 'fused_global'
   tx = _make(update, loop.num_steps)
@@ -235,7 +260,7 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
     def move_layer(carry: Tree, index: jax.Array, gradients: Tree) -> Tree:
       layers, optimizer, tally = carry
       moved, after, tally = move(
-        index + 2, _slice(layers, index), _slice(optimizer, index), gradients, tally
+        index + 2, _slice(layers, index), fetch(_slice(optimizer, index)), gradients, tally
       )
       return _put(layers, index, moved), _put(optimizer, index, after), tally
 

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from qjax import adapters, integers, storage, trees
-from qjax.adapters import LoraSpec
+from qjax.adapters import Adapter, LoraSpec
 from qjax.errors import UserError, nearest
 from qjax.models.objective import Distillation
 from qjax.ops import Numerics
-from qjax.quant import fake
+from qjax.quant import fake, ptq
 from qjax.quant.formats import FORMATS, Scheme
+from qjax.quant.ptq.lowrank import LowRank
 from qjax.quant.qtensor import QTensor
 from qjax.sharding import MEMORY
 
@@ -35,6 +36,10 @@ PARAM = 'param'
 
 # The arrays that placement rules are for: projections, plain or their codes.
 _PLACED = re.compile(f'params/({storage.PROJECTIONS})(/codes)?')
+
+
+# What placement rules call the optimizer's state of all layers, where those move one at a time.
+LAYERS_MOMENTS = 'optimizer/layers'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +94,8 @@ class Update:
       'adafactor' and 'sgd' read none.
     clip_norm: largest norm of the unscaled gradient, see `kind`; 0 is no clipping.
     rounding: how an updated weight returns to a narrower param dtype: 'nearest' or 'stochastic'.
-    range_rate: of ranges of quantizers, the peak of the share of itself by which one moves a step.
+    range_rate: of ranges of quantizers, the peak of the share of itself by which one moves a step; with
+      'sgd', whose steps have the size of the gradient, what multiplies the gradient of its logarithm.
     name: 'adamw' (Loshchilov and Hutter 2019); 'adamw8bit', the same with moments in 8 bits (Dettmers et al.
       2022); 'adafactor', factored second moments and no first (Shazeer and Stern 2018); 'lion', the sign of a
       momentum (Chen et al. 2023); 'sgd', the gradient itself.
@@ -125,7 +131,8 @@ class Method:
     course: how quantization in training changes with the steps.
     distillation: what the model is to learn from itself as it was; None is nothing.
     placement: rules from the path of a projection to the memory that its stack rests in, 'device' or 'host';
-      the device where none matches. From the host a layer is copied when its turn comes; no number changes.
+      the device where none matches. 'optimizer/layers' are the layers' moments, for updates inside the
+      backward pass. From the host a layer is copied when its turn comes; no number changes.
   """
 
   name: str
@@ -142,14 +149,16 @@ class Method:
     return trees.is_match(self.trainable.pattern, path)
 
   def memory_of(self, path: str) -> str:
-    """Where an array of `prepare`'s trees rests: 'device' or 'host'.
+    """Where an array of `prepare`'s trees, or of the state, rests: 'device' or 'host'.
 
     Of a quantized stack on the host the scales stay on the device: they are few, and XLA's TPU compiler fails
     on slices of host memory in some of their shapes.
     """
     owner = _PLACED.fullmatch(path)
-    matches = (memory for pattern, memory in self.placement if owner and trees.is_match(pattern, owner[1]))
-    return next(matches, 'device')
+    name = owner[1] if owner else LAYERS_MOMENTS if f'{path}/'.startswith(f'{LAYERS_MOMENTS}/') else None
+    if name is None or (name == LAYERS_MOMENTS and self.update.kind == 'separate'):
+      return 'device'
+    return next((memory for pattern, memory in self.placement if trees.is_match(pattern, name)), 'device')
 
   def _check_placement(self, projections: list[str]) -> None:
     if self.distillation is not None and any(memory == 'host' for _, memory in self.placement):
@@ -157,8 +166,14 @@ class Method:
     for pattern, memory in self.placement:
       if memory not in MEMORY:
         raise UserError(f'placement: {pattern!r} names the memory {memory!r}{nearest(memory, MEMORY)}')
-    for path, memory in trees.match_rules(self.placement, projections, 'placement', is_partial=True).items():
-      if memory == 'host' and self.is_trainable(f'params/{path}'):
+      if self.update.kind == 'separate' and pattern.startswith('optimizer'):
+        raise UserError(
+          f"placement: {pattern!r} places moments, which wait on the host where a layer moves at a time; use "
+          "optimizer.kind = 'fused'"
+        )
+    known = projections if self.update.kind == 'separate' else [*projections, LAYERS_MOMENTS]
+    for path, memory in trees.match_rules(self.placement, known, 'placement', is_partial=True).items():
+      if memory == 'host' and path != LAYERS_MOMENTS and self.is_trainable(f'params/{path}'):
         raise UserError(f'placement: {path} is trained and cannot rest on the host; place it on the device')
 
   def plan(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -184,6 +199,7 @@ class Method:
     elif not self.trainable.slices:
       trees.select(self.trainable.pattern, [f'params/{path}' for path in paths], 'trainable')
     in_few_bits = False
+    self._corrected(kinds, shapes)
     for path in projections:
       rests = _is_at_rest(kinds[path], path)
       scheme = n.trained_scheme_of(path, rests, path in targets)
@@ -214,6 +230,34 @@ class Method:
           "use '.*'"
         )
     return kinds
+
+  def _corrected(
+    self, kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+  ) -> dict[str, LowRank]:
+    """What quantizes those weights whose adapters start from what rounding lost."""
+    lora = self.trainable.lora
+    if lora is None or lora.init == adapters.ZERO:
+      return {}
+    found = ptq.make(lora.init)
+    start = found.quantizer
+    if found.reparametrizations or not isinstance(start, LowRank) or start.weighted or 'rank' in lora.init:
+      raise UserError(
+        f'lora.init = {lora.init!r} is no start of adapters; use {adapters.ZERO!r} or loftq with rounds and '
+        "clip, such as 'loftq:rounds=5,clip' (the rank is lora.rank, and there are no inputs to weigh by)"
+      )
+    if self.numerics.weights or self.trainable.slices:
+      raise UserError(
+        f'lora.init = {lora.init!r} corrects what lies beside it, but these adapters act inside a quantizer; '
+        f'use {adapters.ZERO!r}'
+      )
+    targets = adapters.targets(lora, shapes)
+    chosen = [path for path in targets if _is_at_rest(kinds[path], path)]
+    if not chosen:
+      raise UserError(
+        f'lora.init = {lora.init!r} corrects what rounding lost, but no target rests in few bits; use '
+        f'{adapters.ZERO!r}, or a scheme in storage.projections'
+      )
+    return dict.fromkeys(chosen, dataclasses.replace(start, rank=lora.rank))
 
   def _adapted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
     """The shapes of what may have adapters: all parameters, or the slices."""
@@ -257,17 +301,22 @@ class Method:
       UserError: as `plan`, and a NaN or an infinity in a weight, by path.
     """
     kinds = self.plan(shapes)
+    corrected, started = self._corrected(kinds, shapes), {}
     flat: dict[str, Any] = {}
     for path in shapes:
       progress(path)
-      leaf = self._at_rest(path, shapes[path], kinds[path], read, stored, set_aside)
+      if path in corrected:
+        make = partial(self._corrected_layer, path, kinds[path], corrected[path], read, stored, set_aside)
+        leaf, started[path] = _stack(path, shapes[path], make)
+      else:
+        leaf = self._at_rest(path, shapes[path], kinds[path], read, stored, set_aside)
       flat[f'params/{path}'] = _place(place, f'params/{path}', leaf)
     if self.trainable.lora is not None:
       adapted = self._adapted(shapes)
       fresh = adapters.init(self.trainable.lora, adapted, key, self.numerics.policy.param)
       for path, adapter in trees.flatten(fresh, adapters.is_adapter).items():
         where = f'slices/{path}/correction' if self.trainable.slices else f'lora/{path}'
-        flat[where] = _place(place, where, adapter)
+        flat[where] = _place(place, where, started.get(path, adapter))
     for path, leaf in self._quantizers(shapes, kinds, read, input_ranges or {}).items():
       flat[path] = _place(place, path, leaf)
     if self.distillation is not None:
@@ -344,6 +393,30 @@ class Method:
       return _place(set_aside, f'params/{path}', make(layer))
 
     return _stack(path, shape, waiting)
+
+  def _corrected_layer(
+    self,
+    path: str,
+    kind: str,
+    correct: LowRank,
+    read: Reader,
+    stored: Stored,
+    set_aside: SetAside,
+    layer: int | None,
+  ) -> tuple[Any, Adapter]:
+    """One layer of a weight at rest, and the adapter that starts from what rounding lost of it."""
+    scheme, spec = storage.scheme_of(kind, path), self.trainable.lora
+    assert scheme is not None and spec is not None
+    found = stored(path, layer)
+    if isinstance(found, QTensor) and found.scheme == scheme:
+      raise UserError(
+        f'lora.init = {spec.init!r}: {path} comes in {scheme} already, and what rounding lost of it is not '
+        f'known; use {adapters.ZERO!r}, or the model that it was made from'
+      )
+    w = storage.checked(read(path, layer), path, jnp.dtype('float32'))
+    q, (a, b, _) = correct(w, scheme, None, None)
+    adapter = adapters.starting_at(spec, a, b, self.numerics.policy.param)
+    return _place(set_aside, f'params/{path}', q), adapter
 
 
 class _Zeros:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ Tree = Any
 F = TypeVar('F', bound=Callable[..., Any])
 SCHEDULES = ('constant', 'linear', 'cosine')
 KINDS = ('separate', 'fused', 'fused_global')
-# The smallest leaf whose moments rest in 8 bits, as in Dettmers et al. 2022.
+# The smallest leaf, of one layer, whose moments rest in 8 bits, as in Dettmers et al. 2022.
 LEAST_8BIT = 4096
 
 
@@ -121,16 +122,18 @@ class _Adam8bit:
 def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
   """Adam's direction from moments that rest in 8 bits; the arithmetic between is float32.
 
-  Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Leaves of fewer than 4096 elements,
-  and those that weight decay spares, keep float32 moments.
+  Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Leaves of fewer than 4096 elements
+  a layer, and those that weight decay spares, keep float32 moments.
   """
+
   def init(params: Tree) -> _Adam8bit:
     def zeros(signed: bool) -> Tree:
-      def one(w: jax.Array, is_matrix: bool) -> Any:
-        is_narrow = is_matrix and w.size >= LEAST_8BIT
+      def one(path: str, w: jax.Array, is_matrix: bool) -> Any:
+        size = math.prod(w.shape[1:] if trees.is_stacked(path) else w.shape)
+        is_narrow = is_matrix and size >= LEAST_8BIT
         return moments.zeros(w.shape, signed) if is_narrow else jnp.zeros(w.shape, jnp.float32)
 
-      return jax.tree.map(one, params, _decays(params))
+      return trees.map_with_path(one, params, _decays(params))
 
     return _Adam8bit(jnp.zeros((), jnp.int32), zeros(True), zeros(False))
 
@@ -157,15 +160,36 @@ def _scale_by_adam8bit(update: Update) -> optax.GradientTransformation:
   return optax.GradientTransformation(init, step)
 
 
+def _clip_by_rms() -> optax.GradientTransformation:
+  """Shortens a direction whose mean square exceeds 1; each layer of a stack is one of its own."""
+
+  def one(path: str, u: jax.Array) -> jax.Array:
+    axes = tuple(range(1 if trees.is_stacked(path) else 0, u.ndim))
+    return u / jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(u), axes, keepdims=True)))
+
+  return optax.stateless(lambda updates, _: trees.map_with_path(one, updates))
+
+
+def _sgd() -> optax.GradientTransformation:
+  """The gradient; of a range, that of its logarithm, so that `_relative` makes a step of the logarithm."""
+
+  def one(path: str, g: jax.Array, p: jax.Array) -> jax.Array:
+    return g * jnp.abs(p) if is_range(path) else g
+
+  return optax.stateless(lambda gradients, params: trees.map_with_path(one, gradients, params))
+
+
 # What multiplies the learning rate, from the fields that `Update` lists.
 OPTIMIZERS: dict[str, Callable[[Update], optax.GradientTransformation]] = {
   'adamw': lambda u: optax.scale_by_adam(u.beta1, u.beta2, u.eps),
   'adamw8bit': _scale_by_adam8bit,
   # Second moments of a matrix as the product of a row and a column, over a window that widens with the steps;
-  # a direction longer than 1 in the mean square is shortened (Shazeer and Stern 2018, algorithm 4).
-  'adafactor': lambda u: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+  # a direction longer than 1 in the mean square is shortened (Shazeer and Stern 2018, algorithm 4). The two
+  # largest axes are a row and a column as long as there are fewer layers than either has elements, or than
+  # 128.
+  'adafactor': lambda u: optax.chain(optax.scale_by_factored_rms(), _clip_by_rms()),
   'lion': lambda u: optax.scale_by_lion(u.beta1, u.beta2),
-  'sgd': lambda u: optax.identity(),
+  'sgd': lambda u: _sgd(),
 }
 
 

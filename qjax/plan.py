@@ -26,6 +26,7 @@ import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qjax import chips, kernels, liveness, operations, sharding, train, trees
+from qjax.adapters import is_adapter
 from qjax.chips import GIB, Chip
 from qjax.errors import UserError
 from qjax.liveness import Liveness
@@ -112,10 +113,9 @@ def arguments(program: train.Program) -> tuple[train.State, Tree, dict[str, Any]
   """What the step takes, as `ShapeDtypeStruct`s placed on the program's mesh: state, frozen, batch, key."""
   mesh = program.mesh
   trainable, frozen = program.method.abstract(program.shapes)
-  state = jax.eval_shape(partial(train.init_state, program), trainable)
+  state = jax.eval_shape(partial(train.init_state, program, set_aside=None), trainable)
 
-  def place(tree: Tree, memory: Callable[[str], str] = lambda path: 'device') -> Tree:
-    shardings = sharding.shardings(tree, mesh, memory)
+  def place(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
   count = program.loop.accumulate
@@ -125,7 +125,8 @@ def arguments(program: train.Program) -> tuple[train.State, Tree, dict[str, Any]
   batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
   everywhere = NamedSharding(mesh, PartitionSpec())
   key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=everywhere)
-  return place(state), place(frozen, program.method.memory_of), batch, key
+  placed = place(state, train.state_shardings(program, state))
+  return placed, place(frozen, sharding.shardings(frozen, mesh, program.method.memory_of)), batch, key
 
 
 def _labels(state: train.State, frozen: Tree, batch: Tree, memory_of: Callable[[str], str]) -> list[str]:
@@ -134,14 +135,20 @@ def _labels(state: train.State, frozen: Tree, batch: Tree, memory_of: Callable[[
   def named(tree: Tree, label: str) -> Tree:
     return jax.tree.map(lambda _: label, tree)
 
-  trained = {
-    name: named(tree, 'adapters' if name == 'lora' else 'weights') for name, tree in state.trainable.items()
-  }
+  trained = jax.tree.map(
+    lambda leaf: named(leaf, 'adapters' if is_adapter(leaf) else 'weights'),
+    state.trainable,
+    is_leaf=is_adapter,
+  )
   others: dict[str, Any] = {'step': '', 'loss_scale': named(state.loss_scale, '')}
-  moments = named(state.optimizer, 'moments')
+  moments = jax.tree.map(lambda x: HOST if _is_on_host(x) else 'moments', state.optimizer)
   labelled = dataclasses.replace(state, trainable=trained, optimizer=moments, **others)
   rest = trees.map_with_path(lambda path, _: HOST if memory_of(path) == 'host' else 'weights', frozen)
   return jax.tree.leaves((labelled, rest, named(batch, ''), ''))
+
+
+def _is_on_host(x: Any) -> bool:
+  return getattr(x.sharding, 'sharding', x.sharding).memory_kind == sharding.MEMORY['host']
 
 
 class Traced:

@@ -9,7 +9,7 @@ that blocks of quantized inputs stay whole.
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -107,7 +107,7 @@ def spec_for(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   elif last == 'offset' and len(shape) < 2:
     spec = ()
   spec = spec[-len(shape) :] if len(shape) else ()
-  if path.startswith('layers/') or '/layers/' in path:
+  if trees.is_stacked(path):
     spec = spec[-(len(shape) - 1) :] if len(shape) > 1 else ()
   lead = (None,) * (len(shape) - len(spec))
   return PartitionSpec(
@@ -140,6 +140,18 @@ def sharding_of(path: str, leaf: Any, mesh: Mesh, memory: str = 'device') -> Nam
   return Format(Layout(order, tiling=((8, 128), (4 // itemsize, 1))), where)
 
 
+def resident(nbytes: Mapping[str, int], budget: int) -> list[str]:
+  """Which of a few stacks stay on the device: those that fill most of a budget of bytes, and no more.
+
+  Whole stacks, not whole layers: every layer then has the same share to copy, so that copies can hide behind
+  each layer's products alike, and a stack stays one array that one loop reads.
+  """
+  found: dict[int, list[str]] = {0: []}
+  for name, size in nbytes.items():
+    found |= {total + size: [*kept, name] for total, kept in found.items() if total + size <= budget}
+  return found[max(found)]
+
+
 def shardings(tree: Tree, mesh: Mesh, memory: Callable[[str], str] = lambda path: 'device') -> Tree:
   """A sharding for every array of a tree of parameters, adapters or optimizer state.
 
@@ -160,6 +172,12 @@ def fetch(tree: Tree) -> Tree:
     return jax.device_put(x, jax.memory.Space.Device) if waits else x
 
   return jax.tree.map(one, tree)
+
+
+def put_back(x: jax.Array, beside: jax.Array) -> jax.Array:
+  """x in the memory that `beside` is in: what was fetched returns to its stack."""
+  waits = jax.typeof(beside).memory_space == jax.memory.Space.Host
+  return jax.device_put(x, jax.memory.Space.Host) if waits else x
 
 
 def batch_sharding(mesh: Mesh, ndim: int, batch_axis: int = 0) -> NamedSharding:

@@ -75,8 +75,11 @@ class StepMetrics(NamedTuple):
 StepFunction = Callable[[State, Tree, Arrays, jax.Array], tuple[State, StepMetrics]]
 
 
-def init_optimizer(update: Update, total_steps: int, trainable: Tree) -> Tree:
-  """The optimizer's state before the first step."""
+def init_optimizer(
+  update: Update, total_steps: int, trainable: Tree, set_aside: Callable[[Tree], Tree] | None = None
+) -> Tree:
+  """The optimizer's state before the first step, all of it on the device."""
+  assert set_aside is None, 'moments wait elsewhere only where a layer moves at a time'
   return optim.make(update, total_steps).init(trainable)
 
 

@@ -76,6 +76,13 @@ def checked(w: Any, path: str, dtype: jnp.dtype) -> jax.Array:
   return jnp.asarray(w, dtype)
 
 
+def waiting_nbytes(shape: tuple[int, ...], kind: str, path: str) -> int:
+  """Bytes of a stack of this kind that would wait in host memory: of its codes, or all of a plain one."""
+  layer = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
+  found = jax.eval_shape(lambda w: rest(w, kind, path), layer)
+  return shape[0] * trees.nbytes(found.codes if isinstance(found, qtensor.QTensor) else found)
+
+
 def rest(w: Any, kind: str, path: str) -> Any:
   """One weight, or one layer of it, at rest; a vector rests plain, in the dtype that a kind names.
 

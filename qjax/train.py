@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qjax import checkpoint, evaluate, files, fused, kernels, records, sharding, trees
+from qjax.adapters import is_adapter
 from qjax.data.pipeline import Dataset, DataSpec, eval_batches, train_iterator
 from qjax.errors import UserError
 from qjax.evaluate import Score
-from qjax.method import Method, Reader, Stored, Update
+from qjax.method import LAYERS_MOMENTS, Method, Reader, Stored
 from qjax.models.transformer import Transformer
 from qjax.precision import LossScale
 from qjax.progress import Bar, stage
@@ -69,7 +70,7 @@ class Run(Program):
 class _Kind(NamedTuple):
   """How a kind of update begins and what its step is."""
 
-  init_optimizer: Callable[[Update, int, Tree], Tree]
+  init_optimizer: Callable[..., Tree]
   make_step: Callable[[Transformer, Method, Loop], StepFunction]
 
 
@@ -80,9 +81,14 @@ _KINDS = {
 }
 
 
-def init_state(run: Program, trainable: Tree) -> State:
+def init_state(
+  run: Program, trainable: Tree, set_aside: Callable[[Tree], Tree] | None = jax.device_get
+) -> State:
+  """The state before the first step. `set_aside` moves what is to wait on the host; None under a trace."""
   update = run.method.update
-  optimizer = _KINDS[update.kind].init_optimizer(update, run.loop.num_steps, trainable)
+  is_aside = run.method.memory_of(LAYERS_MOMENTS) == 'host'
+  init = _KINDS[update.kind].init_optimizer
+  optimizer = init(update, run.loop.num_steps, trainable, set_aside if is_aside else None)
   return State(jnp.zeros((), jnp.int32), trainable, optimizer, run.loss_scale)
 
 
@@ -91,9 +97,15 @@ def make_step(model: Transformer, method: Method, loop: Loop) -> StepFunction:
   return _KINDS[method.update.kind].make_step(model, method, loop)
 
 
-def state_shardings(state: State, mesh: Mesh) -> State:
-  """Where each array of the state lives: moments beside the weights they belong to."""
-  return sharding.shardings(state, mesh)
+def state_shardings(run: Program, state: State) -> State:
+  """Where each array of the state lives: moments beside the weights they belong to, or on the host."""
+
+  def where(path: str, leaf: Any) -> Any:
+    # Vectors stay: they are few, and XLA's TPU compiler fails on slices of host memory in some shapes.
+    is_matrix = len(leaf.shape) > 2 and not path.endswith('/scale')
+    return sharding.sharding_of(path, leaf, run.mesh, run.method.memory_of(path) if is_matrix else 'device')
+
+  return trees.map_with_path(where, state)
 
 
 class Compiled(NamedTuple):
@@ -124,7 +136,7 @@ def compile_step(
   jitted = jax.jit(
       make_step(model, run.method, run.loop),
       donate_argnums=0,
-      out_shardings=(state_shardings(state, run.mesh), NamedSharding(run.mesh, PartitionSpec())),
+      out_shardings=(state_shardings(run, state), NamedSharding(run.mesh, PartitionSpec())),
   )
   with kernels.noting() as notes:
     lowered = jitted.lower(state, frozen, batch, key)
@@ -208,7 +220,7 @@ def train(run: Run, record: records.Record) -> dict[str, Any]:
       trainable, frozen = prepare(run)
       jax.block_until_ready((trainable, frozen))
     state = init_state(run, trainable)
-    state = jax.device_put(state, state_shardings(state, run.mesh))
+    state = jax.device_put(state, state_shardings(run, state))
     sizes = measure(trainable, frozen, state)
     unsplit = sharding.unsplit((trainable, frozen), run.mesh)
     del trainable
@@ -372,14 +384,14 @@ def _blank(spec: DataSpec, shard: tuple[int, int]) -> dict[str, np.ndarray]:
 
 def measure(trainable: Tree, frozen: Tree, state: State) -> dict[str, int]:
   """Counts and bytes of what is held during training, from the arrays themselves."""
-  lora = trainable.get('lora', {})
-  trained_weights = {name: tree for name, tree in trainable.items() if name != 'lora'}
+  leaves = jax.tree.leaves(trainable, is_leaf=is_adapter)
+  adapters = [leaf for leaf in leaves if is_adapter(leaf)]
   resting = {name: tree for name, tree in frozen.items() if name != 'teacher'}
   return {
       'trainable_parameters': sum(leaf.size for leaf in jax.tree.leaves(trainable)),
-      'weight_bytes': trees.nbytes(resting) + trees.nbytes(trained_weights),
+      'weight_bytes': trees.nbytes(resting) + trees.nbytes(trainable) - trees.nbytes(adapters),
       'teacher_bytes': trees.nbytes(frozen.get('teacher', {})),
-      'adapter_bytes': trees.nbytes(lora),
+      'adapter_bytes': trees.nbytes(adapters),
       'optimizer_bytes': trees.nbytes(state.optimizer),
   }
 

@@ -28,6 +28,11 @@ def path_of(keys: Iterable[Any]) -> str:
   return '/'.join(key_name(key) for key in keys)
 
 
+def is_stacked(path: str) -> bool:
+  """Whether the leaf at a path is a stack over layers, its first axis."""
+  return 'layers' in path.split('/')
+
+
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
   """Leaves by path, in the tree's own order."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)

@@ -110,7 +110,7 @@ def prepare(run: train.Run) -> Prepared:
   with jax.set_mesh(run.mesh):
     trainable, frozen = train.prepare(run)
     state = train.init_state(run, trainable)
-    state = jax.device_put(state, train.state_shardings(state, run.mesh))
+    state = jax.device_put(state, train.state_shardings(run, state))
     key = jax.random.key(run.loop.seed + 1)
     like = train.place_batch(train._blank(run.data, (0, 1)), run.loop.accumulate, run.mesh)
     return Prepared(run, state, frozen, train.compile_step(run, state, frozen, like, key), key)

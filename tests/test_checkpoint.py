@@ -222,6 +222,16 @@ def test_another_runs_step_is_refused_by_field(tmp_path: Path, changed: dict[str
     restore(tmp_path, MEANING | changed)
 
 
+def test_a_field_that_came_later_stands_for_what_was_done_before_it(tmp_path: Path):
+  old = {'config': {'seed': 0, 'optimizer': {'beta1': 0.9}}}
+  new = {'config': {'seed': 0, 'optimizer': {'beta1': 0.9, 'name': 'adamw', 'kind': 'separate'}}}
+  save(tmp_path, (1, 1.0), meaning=old)
+  assert restore(tmp_path, new) is not None
+  with pytest.raises(UserError, match="config.optimizer.name was 'adamw' and is 'lion'$"):
+    restore(tmp_path, {'config': {'seed': 0, 'optimizer': new['config']['optimizer'] | {'name': 'lion'}}})
+  assert old == {'config': {'seed': 0, 'optimizer': {'beta1': 0.9}}}
+
+
 def test_leaves_that_differ_are_refused_by_path(tmp_path: Path):
   save(tmp_path, (1, 1.0))
   wanted = tree(0)

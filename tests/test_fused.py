@@ -109,6 +109,7 @@ def test_each_layer_is_clipped_by_its_own_norm(prepare: Any):
 
 def test_bfloat16_weights_with_stochastic_rounding_learn_without_moments(directories: dict[str, Path]):
   more = {'precision__param': 'bfloat16', 'precision__rounding': 'stochastic', 'num_steps': 20}
+  more |= {'model__remat': 'full'}
   more |= {'optimizer__name': 'adafactor', 'optimizer__kind': 'fused', 'optimizer__learning_rate': 1e-2}
   prepared = small.prepare(small.run(directories['tied'], 'full', **more))
   state, rows = small.take_steps(prepared, 20)
@@ -187,6 +188,8 @@ def test_no_more_than_a_layers_gradient_is_there_at_a_time(tmp_path: Path):
     ('full', {'micro_batch': 2}, 'gradients of 2 micro-batches.*raise config.micro_batch'),
     ('full', {'precision__loss_scale': 'dynamic'}, "loss scale must undo|a loss scale.*'fused_global'"),
     ('full', {'optimizer__kind': 'inside'}, 'optimizer.kind'),
+    ('full', {'model__remat': 'projections'}, "not what model.remat = 'projections' keeps; .*remat = 'full'"),
+    ('full', {'model__remat': 'none', 'optimizer__kind': 'fused_global'}, "model.remat = 'none'"),
   ],
 )
 def test_what_it_cannot_do_is_refused_by_name(

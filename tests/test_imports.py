@@ -46,6 +46,7 @@ TABLE: dict[str, Row] = {name: Row(LADDER[:i]) for i, name in enumerate(LADDER)}
   'qjax.ops': Row((*_below('ops'), 'pallas_kernels')),
   'qjax.models': Row((*_below('models'), 'qjax.sharding')),
   'qjax.method': Row((*_below('method'), 'qjax.sharding')),
+  'qjax.fused': Row((*_below('fused'), 'qjax.sharding')),
   'qjax.train': Row((*_below('train'), *_names('sharding data checkpoint records evaluate progress'))),
   'qjax.sharding': Row(_below('adapters')),
   'qjax.checkpoint': Row(_names('errors trees quant')),

@@ -1,5 +1,6 @@
 """A method decides what each parameter rests in and what moves, and is checked before a weight is read."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from qjax.errors import UserError
 from qjax.method import Method, Update
 from qjax.models.config import parameter_shapes
 from qjax.ops import Numerics
+from qjax.quant import ptq
+from qjax.quant.formats import parse_scheme
 from qjax.quant.qtensor import dequantize, expected_nbytes, is_qtensor, quantize
 from tests import small
 
@@ -148,6 +151,41 @@ def test_a_weight_beyond_float16_is_refused():
       )
 
 
+LOFTQ = dataclasses.replace(SPEC, init='loftq:rounds=2,clip', targets='.*/attn/(q|v)/kernel')
+
+
+def test_adapters_may_start_from_what_rounding_lost():
+  path, chosen = 'layers/attn/q/kernel', method.qlora(NUMERICS, UPDATE, LOFTQ, 'nf2:block=32,dq')
+  moves, rests = prepare(chosen)
+  for layer in range(2):
+    w = jnp.asarray(weight(path, layer))
+    correct = ptq.make('loftq:rank=4,rounds=2,clip').quantizer
+    alone, factors = correct(w, parse_scheme('nf2:block=32,dq'), None, None)
+    q, adapter = jax.tree.map(lambda x, i=layer: x[i], (rests[f'params/{path}'], moves[f'lora/{path}']))
+    np.testing.assert_array_equal(q.codes, alone.codes)
+    np.testing.assert_allclose(adapter.delta(), factors[0].T @ factors[1], atol=1e-5)
+    error = lambda found, w=w: float(jnp.linalg.norm(found - w))
+    assert error(dequantize(q) + adapter.delta()) < 0.8 * error(dequantize(quantize(w, 'nf2:block=32,dq')))
+  # What is no target rests as it would without.
+  other = 'params/layers/mlp/up/kernel'
+  plain = prepare(method.qlora(NUMERICS, UPDATE, SPEC, 'nf2:block=32,dq'))[1]
+  np.testing.assert_array_equal(rests[other].codes, plain[other].codes)
+  described = lambda trees: jax.tree.map(lambda x: (x.shape, x.dtype), trees)
+  assert described(chosen.abstract(SHAPES)) == described(chosen.prepare(SHAPES, weight, jax.random.key(0)))
+
+
+def test_a_correction_wants_the_weight_as_it_was():
+  chosen = method.qlora(NUMERICS, UPDATE, LOFTQ, 'nf2:block=32,dq')
+  stored = lambda path, layer: quantize(weight(path, layer), 'nf2:block=32,dq') if path in KERNELS else None
+  with pytest.raises(UserError, match='comes in nf2:block=32,dq already.*the model that it was made from'):
+    chosen.prepare(SHAPES, weight, jax.random.key(0), stored=stored)
+
+
+def _start(init: str) -> LoraSpec:
+  return dataclasses.replace(SPEC, init=init)
+
+
+THROUGH = Numerics(precision.policy(), weights=(('.*', 'nf4'),))
 QUANTIZED = (('layers/.*/kernel', 'int8'), ('.*', 'param'))
 
 
@@ -161,6 +199,12 @@ QUANTIZED = (('layers/.*/kernel', 'int8'), ('.*', 'param'))
     (lambda: method.lora(NUMERICS, UPDATE, SPEC, embeddings='float15'), "did you mean 'float16'"),
     (lambda: method.lora(NUMERICS, UPDATE, SPEC, rules=(('moe/.*', 'int8'),)), "'moe/.*' matches none"),
     (lambda: method.lora(NUMERICS, UPDATE, SPEC, rules=(('.*', 'int8'),)), 'never used'),
+    (lambda: method.qlora(NUMERICS, UPDATE, _start('gptq')), "init = 'gptq' is no start.*'loftq:rounds=5"),
+    (lambda: method.qlora(NUMERICS, UPDATE, _start('loftq:rank=2')), 'the rank is lora.rank'),
+    (lambda: method.qlora(NUMERICS, UPDATE, _start('loftq:weighted')), 'no inputs to weigh by'),
+    (lambda: method.qlora(NUMERICS, UPDATE, _start('zeros')), "'zeros' is no quantizer"),
+    (lambda: method.lora(NUMERICS, UPDATE, _start('loftq')), 'no target rests in few bits'),
+    (lambda: method.qat_lora(THROUGH, UPDATE, _start('loftq')), 'act inside a quantizer'),
     (lambda: method.qlora(NUMERICS, UPDATE, SPEC, 'bfloat16'), 'quantizes nothing'),
     (lambda: method.qlora(NUMERICS, UPDATE, SPEC, 'float32'), 'quantizes nothing'),
     (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qjax import checkpoint, chips, method, precision, sharding, train, trees
+from qjax import build, checkpoint, chips, method, plan, precision, sharding, train, trees
 from qjax.adapters import LoraSpec
 from qjax.data.pipeline import DataSpec
 from qjax.errors import UserError
@@ -86,9 +86,81 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_placement(resident, hosted, 
   _assert_same(state, wanted)
 
 
+FUSED = {
+  'optimizer__kind': 'fused', 'model__remat': 'full', 'optimizer__learning_rate': 3e-3,
+  'precision__param': 'bfloat16', 'precision__rounding': 'stochastic',
+}  # fmt: skip
+MOMENTS = {'placement__rules': (('optimizer/layers', 'host'),)}
+
+
+@pytest.mark.parametrize('name', ['adamw', 'adamw8bit'])
+def test_moments_on_the_host_move_weights_as_moments_on_the_device_do(directory, tmp_path, name):
+  update = FUSED | {'optimizer__name': name}
+  near, far = (small.prepare(small.run(directory, 'full', **update, **more)) for more in ({}, MOMENTS))
+  wanted, rows = small.take_steps(near, 3)
+  found, same = small.take_steps(far, 3)
+  assert same == rows
+  _assert_same(found, wanted)
+  moments = trees.flatten(found.optimizer)
+  waits = {path for path, x in moments.items() if x.sharding.memory_kind == 'pinned_host'}
+  # Both moments of seven projections; of those in 8 bits, their codes.
+  assert len(waits) == 14 and all(path.startswith('layers/') and '/kernel' in path for path in waits)
+  on_host = sum(moments[path].nbytes for path in waits)
+  assert on_host > 0.9 * trees.nbytes(found.optimizer['layers'])
+
+  # A checkpoint goes on exactly, and comes back to where it was.
+  half, _ = small.take_steps(far, 2)
+  saved = checkpoint.Checkpoints(tmp_path, far.run.meaning)
+  saved.save(2, half.trainable, dataclasses.replace(half, trainable=()), {})
+  like = far.fresh_state()
+  again = saved.restore(like.trainable, dataclasses.replace(like, trainable=()))
+  saved.close()
+  batches = far.batches()
+  next(batches), next(batches)
+  state = dataclasses.replace(again.state, trainable=again.trainable)
+  with jax.set_mesh(far.run.mesh):
+    state, _ = far.compiled.call(state, far.frozen, next(batches), far.key)
+  _assert_same(state, wanted)
+  parts = [plan.Traced(build.program(small.config(directory, 'full', **update, **more))).plan(
+    chips.find('v5e')) for more in ({}, MOMENTS)]  # fmt: skip
+  assert parts[1].host_bytes == on_host and parts[1].host_traffic_bytes == 2 * on_host
+  assert parts[0].peak_bytes - parts[1].peak_bytes > 0.8 * on_host
+
+
+def test_as_much_stays_as_a_budget_of_bytes_allows(directory, resident, hosted):
+  frozen = trees.flatten(hosted.frozen)
+  sizes = {path: frozen[path].nbytes for path in _on_host(hosted)}
+  share = 0.4 * sum(sizes.values())
+  some = HOST | {'placement__resident_gib': share / 2**30}
+  prepared = small.prepare(small.run(directory, 'qlora', **some))
+  kept = sizes.keys() - _on_host(prepared)
+  filled = sum(sizes[path] for path in kept)
+  left_over = min(size for path, size in sizes.items() if path not in kept)
+  assert 0 < filled <= share < filled + left_over
+  assert small.take_steps(prepared, 2)[1] == resident[2][:2]
+  whole, part = (
+    plan.Traced(build.program(small.config(directory, 'qlora', **more))).plan(chips.find('v5e'))
+    for more in (HOST, some)
+  )
+  assert whole.host_bytes - part.host_bytes == filled
+  assert whole.host_traffic_bytes - part.host_traffic_bytes == 2 * filled
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'budget', 'kept'),
+  [({'a': 5, 'b': 4, 'c': 3}, 7, 'bc'), ({'a': 5, 'b': 4, 'c': 3}, 2, ''), ({'a': 5, 'b': 4}, 99, 'ab')],
+)
+def test_what_stays_fills_most_of_the_budget(sizes, budget, kept):
+  assert ''.join(sharding.resident(sizes, budget)) == kept
+
+
 @pytest.mark.parametrize(
   'method_name, changed, problem',
   [
+    ('qlora', {'placement__resident_gib': 1.0}, 'rules put on the host, but these put none there'),
+    ('qlora', HOST | {'placement__resident_gib': -1.0}, 'resident_gib = -1.0 must be at least 0'),
+    ('full', MOMENTS, "a layer moves at a time; use optimizer.kind = 'fused'"),
+    ('full', {'placement__rules': (('.*/up/kernel', 'host'),)}, 'is trained and cannot rest on the host'),
     ('qlora', {'placement__rules': (('.*', 'hosst'),)}, r"'hosst'.*host"),
     ('qlora', {'placement__rules': (('embed/.*', 'host'),)}, 'matches none'),
     ('qlora', HOST | {'model__remat': 'none'}, 'device copy of every layer'),

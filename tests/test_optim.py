@@ -252,6 +252,45 @@ def test_adafactor_keeps_a_row_and_a_column_and_finds_what_is_an_outer_product()
   np.testing.assert_allclose(updates['kernel'], -1e-2, rtol=1e-4)
 
 
+def test_a_direction_is_shortened_layer_by_layer():
+  """A stack is how layers are scanned; each ends where it would alone."""
+  tx = optim.make(dataclasses.replace(PLAIN, name='adafactor'), 10)
+  small, large = (scale * jax.random.normal(jax.random.key(0), (128, 256)) for scale in (1e-3, 1.0))
+
+  def second(first: Any, then: Any, path: str) -> Any:
+    now = trees.nest({path: jnp.zeros(first.shape)})
+    state = tx.init(now)
+    for g in (first, then):
+      updates, state = tx.update(trees.nest({path: g}), state, now)
+    return trees.flatten(updates)[path]
+
+  # The second gradient of one layer is far above its first, so that its direction is too long.
+  stacks = jnp.stack([small, small]), jnp.stack([small, large])
+  together = second(*stacks, 'params/layers/q/kernel')
+  alone = [second(*(stack[i] for stack in stacks), 'q/kernel') for i in range(2)]
+  np.testing.assert_allclose(together, alone, rtol=1e-5)
+  rms = np.sqrt(np.mean(np.square(together), axis=(1, 2))) / 1e-2
+  assert rms == pytest.approx([1, 1], rel=1e-3)
+  assert not np.allclose(second(*stacks, 'q/kernel'), together, rtol=0.1), 'one norm for both layers'
+
+
+def test_whether_moments_rest_in_8_bits_is_decided_by_a_layers_size():
+  tx = optim.make(dataclasses.replace(PLAIN, name='adamw8bit'), 10)
+  few, many = jnp.zeros((4, 16, 128)), jnp.zeros((4, 32, 128))  # 2,048 and 4,096 elements a layer
+  state = tx.init({'layers': {'few': few, 'many': many}, 'whole': few})
+  narrow = {path for path, leaf in trees.flatten(state).items() if leaf.dtype == jnp.uint8}
+  assert {path.split('mu/')[1] for path in narrow if 'mu/' in path} == {'layers/many/codes', 'whole/codes'}
+
+
+def test_ranges_move_by_the_gradient_of_their_logarithm_under_sgd():
+  tx = optim.make(dataclasses.replace(PLAIN, name='sgd', range_rate=0.05), 10)
+  high = jnp.asarray([1e-3, 50.0])
+  loss = lambda now: jnp.sum(jnp.log(now['ranges']['w']) * jnp.asarray([1.0, -2.0]))
+  now = {'ranges': {'w': high}}
+  updates, _ = tx.update(jax.grad(loss)(now), tx.init(now), now)
+  np.testing.assert_allclose(updates['ranges']['w'] / high, [-0.05, 0.1], rtol=1e-5)
+
+
 @pytest.mark.parametrize('name', sorted(optim.OPTIMIZERS))
 def test_every_optimizer_clips_decays_matrices_alone_and_counts(name: str):
   update = dataclasses.replace(PLAIN, name=name, weight_decay=0.5, clip_norm=1e-30)

@@ -13,7 +13,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import common
-from qjax import build, convert, evaluate, records, train, trees
+from qjax import build, chips, convert, evaluate, plan, records, train, trees
 from qjax.errors import UserError
 from qjax.io import native
 from qjax.io.source import load_source
@@ -173,6 +173,18 @@ def test_targeted_moves_nothing_else(home: Path):
       old, new = (jax.tree.map(lambda x, i=layer: np.asarray(x[i]), tree[path]) for tree in (rest, after))
       same = all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), old, new)))
       assert same != (layer in layers), (path, layer)
+
+
+def test_adapters_of_targeted_matrices_are_counted_as_adapters(home: Path):
+  made = config(home, 'targeted', qat__weight_gradient='lsq', targeted__train='adapters')
+  ready = small.prepare(build.run(made, home / 'run'))
+  sizes = train.measure(ready.state.trainable, ready.frozen, ready.state)
+  k, n = small.CONFIG.d_model, small.CONFIG.d_ff
+  assert sizes['adapter_bytes'] == 2 * 4 * 4 * (k + n)  # two matrices, rank 4, four bytes
+  held = trees.nbytes((ready.state.trainable, ready.frozen))
+  assert sizes['weight_bytes'] + sizes['adapter_bytes'] == held
+  parts = plan.Traced(build.program(made)).plan(chips.find('rtx4090')).breakdown
+  assert (parts['adapters'], parts['weights']) == (sizes['adapter_bytes'], sizes['weight_bytes'])
 
 
 def test_what_rests_already_stays_as_it_is(home: Path, tmp_path: Path):

@@ -193,24 +193,48 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-  """down(act(gate(x)) · up(x))."""
+  """down(act(gate(x)) · up(x)).
+
+  Tokens do not see each other here, so with `chunk` the MLP takes so many of each row at a time, and computes
+  each chunk again when its gradient is due: [B, chunk, F] is there in the place of [B, T, F].
+  """
 
   config: ModelConfig
   numerics: Numerics
+  chunk: int = 0
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    c = self.config
-    lows = lower_together(self, ('gate', 'up'), x, self.numerics)
-    gate = Projection(c.d_ff, self.numerics, name='gate')(x, lows.get('gate'))
-    up = Projection(c.d_ff, self.numerics, name='up')(x, lows.get('up'))
-    gate, up = (constrain(y, BATCH_AXES, None, 'tensor') for y in (gate, up))
-    if c.activation == 'silu':
-      hidden = silu_gate(gate, up)
-    else:
-      wide = jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)
-      hidden = wide.astype(x.dtype)
-    return Projection(c.d_model, self.numerics, name='down')(hidden)
+    rows, tokens, width = x.shape
+    if not self.chunk or tokens <= self.chunk:
+      return _mlp(self, x)
+    if tokens % self.chunk:
+      raise ValueError(f'rows of {tokens} tokens do not divide into chunks of {self.chunk}')
+    again = nn.remat(_mlp, prevent_cse=False)
+    loop = nn.scan(
+      lambda mlp, carry, x: (carry, again(mlp, x)),
+      variable_broadcast=('params', 'lora', 'act', 'ranges', 'slices', 'slots'),
+      split_rngs={'dropout': True, 'rounding': True},
+      in_axes=1,
+      out_axes=1,
+    )
+    _, y = loop(self, (), x.reshape(rows, tokens // self.chunk, self.chunk, width))
+    return y.reshape(rows, tokens, -1)
+
+
+def _mlp(mlp: GatedMLP, x: jax.Array) -> jax.Array:
+  """What the MLP computes."""
+  c, numerics = mlp.config, mlp.numerics
+  lows = lower_together(mlp, ('gate', 'up'), x, numerics)
+  gate = Projection(c.d_ff, numerics, name='gate')(x, lows.get('gate'))
+  up = Projection(c.d_ff, numerics, name='up')(x, lows.get('up'))
+  gate, up = (constrain(y, BATCH_AXES, None, 'tensor') for y in (gate, up))
+  if c.activation == 'silu':
+    hidden = silu_gate(gate, up)
+  else:
+    wide = jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)
+    hidden = wide.astype(x.dtype)
+  return Projection(c.d_model, numerics, name='down')(hidden)
 
 
 @jax.custom_vjp

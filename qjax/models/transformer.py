@@ -25,6 +25,7 @@ class Block(nn.Module):
   numerics: Numerics
   kernel: AttentionKernel
   remat: str
+  mlp_chunk: int = 0
 
   @nn.compact
   def __call__(
@@ -45,7 +46,7 @@ def _layer(
   y = Norm(c.rms_eps, c.norm_offset, name='attn_norm')(x)
   x = x + Attention(c, block.numerics, block.kernel, name='attn')(y, table, mask)
   y = Norm(c.rms_eps, c.norm_offset, name='mlp_norm')(x)
-  x = x + GatedMLP(c, block.numerics, name='mlp')(y)
+  x = x + GatedMLP(c, block.numerics, block.mlp_chunk, name='mlp')(y)
   return constrain(x, BATCH_AXES, None, None)
 
 
@@ -60,12 +61,14 @@ class Transformer(nn.Module):
     numerics: dtypes and kernels of matrix products.
     remat: a name in `POLICIES`.
     kernel: implementation of attention.
+    mlp_chunk: tokens of a row that the MLP takes at a time; 0 is all.
   """
 
   config: ModelConfig
   numerics: Numerics
   remat: str = 'full'
   kernel: AttentionKernel = AttentionKernel()
+  mlp_chunk: int = 0
 
   @nn.compact
   def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
@@ -85,7 +88,7 @@ class Transformer(nn.Module):
       split_rngs={'params': True, 'dropout': True, 'rounding': True},
       in_axes=(nn.broadcast, nn.broadcast),
       length=c.num_layers,
-    )(c, self.numerics, self.kernel, self.remat, name='layers')
+    )(c, self.numerics, self.kernel, self.remat, self.mlp_chunk, name='layers')
     x, _ = layers(x, rotary_table(c, positions), attention_mask(segments, c.sliding_window))
     x = Norm(c.rms_eps, c.norm_offset, name='final_norm')(x)
     if not c.tie_embeddings and self.is_initializing():

@@ -1,7 +1,7 @@
 """Methods of post-training quantization by name.
 
   rtn                          rounding to nearest; rtn:clip=activation_weighted clips each channel first
-  gptq:act_order,damp=0.01     hqq:rounds=20,p=0.7      loftq:rank=16,rounds=5,weighted
+  gptq:act_order,damp=0.01     hqq:rounds=20,p=0.7      loftq:rank=16,rounds=5,weighted,clip
   decompose:share=0.01         smoothquant:alpha=0.5+rtn       awq:grid=20+gptq
 
 Reparametrizations (smoothquant, awq) come first, joined by '+'; the last one puts weights to rest.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from qjax.errors import UserError
 from qjax.quant import ptq
 from qjax.quant.formats import parse_scheme
+from qjax.quant.ptq import lowrank
 from qjax.quant.ptq.base import LayerData
 from qjax.quant.ptq.gptq import GPTQ
 from qjax.quant.ptq.hqq import HQQ
@@ -119,11 +121,23 @@ def error_of(spelling: str, scheme: str) -> float:
     ('rtn:clip=layer_output', 'int3:axis=channel', 1.1),
     ('rtn:clip=activation_weighted', 'int3:axis=channel', 1.1),
     ('loftq:rank=4,rounds=3', 'int4:block=8', 1.2),
+    ('loftq:rank=4,rounds=3,clip', 'nf2:block=16', 1.4),
     ('decompose:share=0.1', 'int4:block=8', 1.1),
   ],
 )
 def test_outputs_err_less_than_after_rounding_to_nearest(spelling: str, scheme: str, gain: float) -> None:
   assert error_of(spelling, scheme) * gain < error_of('rtn', scheme)
+
+
+def test_few_vectors_of_a_large_matrix_are_as_good_as_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+  """On noise, whose singular values lie close together: nothing is left for a lucky guess."""
+  x = jax.random.normal(jax.random.key(0), (96, 160))
+  left = lambda a, b: float(jnp.linalg.norm(x - a @ b))
+  best = left(*lowrank._best(x, 8))
+  monkeypatch.setattr(lowrank, 'LARGE', 64)
+  found = left(*lowrank._best(x, 8))
+  none = float(jnp.linalg.norm(x))
+  assert best - 1e-3 < found and none - found > 0.97 * (none - best)
 
 
 def naive_gptq(w: np.ndarray, gram: np.ndarray, scheme: Any, order: np.ndarray, damp: float) -> np.ndarray:
