@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_adapter import tiling as grouped_tiling
+from pallas_kernels.grouped_adapter.tiling import Sizes
 from pallas_kernels.int8_matmul import gpu as int8_gpu
 from pallas_kernels.int8_matmul import tpu as int8_tpu
 from pallas_kernels.low_bit_matmul import tiling as low_bit_tiling
@@ -50,6 +52,8 @@ KERNELS = {
   'quantize_weight': QUANTIZED,
   'quantize_tokens': ('nearest', 'stochastic'),
   'stochastic_round': ('bfloat16',),
+  # Adapters and their rank; each has as many neighbouring rows as the next.
+  dispatch.GROUPED_ADAPTER: ('8:16', '64:16', '8:16 float16'),
 }
 
 
@@ -85,12 +89,20 @@ class Case:
   @property
   def operands(self) -> str:
     """The dtype whose rate bounds the products, '' where there are none."""
-    return {'int8_matmul': 'int8'}.get(self.kernel, self.dtype if self.kernel in LOW_BIT else '')
+    is_float = self.kernel in (*LOW_BIT, dispatch.GROUPED_ADAPTER)
+    return {'int8_matmul': 'int8'}.get(self.kernel, self.dtype if is_float else '')
 
   @property
   def operations(self) -> int:
     """Multiplications and additions of the product."""
+    if self.kernel == dispatch.GROUPED_ADAPTER:
+      return 2 * self.shape[0] * self.sizes().rank * (self.shape[1] + self.shape[2])
     return 2 * math.prod(self.shape) if self.operands else 0
+
+  def sizes(self) -> Sizes:
+    """Of the adapters that format names."""
+    groups, rank = map(int, self.scheme.split(':'))
+    return Sizes(groups, rank, *self.shape[1:])
 
   def layout(self) -> Layout:
     """What the bytes of a weight of that format mean."""
@@ -112,9 +124,10 @@ def obstacle(case: Case) -> str | None:
   """Why the kernel can't serve and what does instead, before anything is compiled; None if it can."""
   chip = case.target
   is_tpu, reason = chip.kind == 'tpu', None
-  if case.kernel in LOW_BIT:
-    rows = [row for row in dispatch.TABLE if row.op == dispatch.LOW_BIT and row.platform == chip.kind]
-    reason = '; '.join(filter(None, (row.why_not(case.layout(), case.dtype) for row in rows))) or None
+  if case.kernel in (*LOW_BIT, dispatch.GROUPED_ADAPTER):
+    op, meant = (dispatch.LOW_BIT, case.layout()) if case.kernel in LOW_BIT else (case.kernel, case.sizes())
+    rows = [row for row in dispatch.TABLE if row.op == op and row.platform == chip.kind]
+    reason = '; '.join(filter(None, (row.why_not(meant, case.dtype) for row in rows))) or None
   elif case.kernel == 'int8_matmul' and is_tpu:
     reason = int8_tpu.obstacle(f'TPU {chip.name}')
   elif case.kernel == 'quantize_weight':
@@ -155,6 +168,13 @@ def program(case: Case) -> Program:
       return matmul(a, b, row, column, form=case.format)
 
     return call, [array(a, jnp.int8), array(b, jnp.int8), *held]
+  if case.kernel == dispatch.GROUPED_ADAPTER:
+    (row,) = (r for r in dispatch.TABLE if r.op == case.kernel and r.platform == case.target.kind)
+    g, r, dtype = case.sizes().groups, case.sizes().rank, jnp.dtype(case.dtype)
+    factors = [array((m, k), dtype), array((g, r, k), dtype), array((g, r, n), dtype)]
+    return row.products['add'], [
+      array((m, n), jnp.float32), *factors, array((g,), jnp.float32), array((m,), jnp.int32)
+    ]
   quantizers: Any = quantize_tpu if is_tpu else quantize_gpu
   if case.kernel == 'quantize_weight':
     return functools.partial(quantizers.weight, layout=case.layout()), [array((k, n), jnp.float32)]
@@ -264,6 +284,25 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
   return [*panels, panel(y, (1, tiles.tokens, share(y.shape[2], mapping.grid[1])), splits, tokens, others)]
 
 
+def _from_meetings(case: Case, equation: Any) -> list[Panel]:
+  """Panels of the TPU's kernel for several adapters, whose table of them is an argument."""
+  mapping, groups = equation.params['grid_mapping'], case.sizes().groups
+  tiles, slots = mapping.grid
+  rows = mapping.block_mappings[0].array_aval.shape[0]
+  of_row = jnp.arange(rows, dtype=jnp.int32) * groups // rows
+  table, _ = grouped_tiling.meetings(of_row, -(-rows // tiles), groups)
+  tile, slot = _programs(mapping.grid, True).T
+  group = np.asarray(table)[tile, slot]
+  panels = []
+  for each in mapping.block_mappings:
+    array = each.array_aval
+    block = tuple(getattr(size, 'block_size', 1) for size in each.block_shape)
+    first = tile if len(block) == 2 else group
+    places = np.stack([first, *[0 * tile] * (len(block) - 1)], 1)
+    panels.append(Panel(array.shape, block, places, array.dtype.itemsize))
+  return panels
+
+
 def moved(panel: Panel, chip: Chip) -> int:
   """Bytes between a chip's memory and its cores for one array, as said at the top."""
   if chip.kind == 'tpu':
@@ -286,8 +325,12 @@ def traffic(case: Case) -> dict[str, Any]:
   chip, found = case.target, dict.fromkeys(('bytes_moved', 'bytes_least', 'vmem_bytes'), 0)
   for equation in _calls(jax.make_jaxpr(call)(*arguments).jaxpr):
     is_tpu = chip.kind == 'tpu'
-    is_ours = case.kernel in LOW_BIT and not is_tpu
-    panels = _from_tiles(case, equation) if is_ours else _from_blocks(equation, is_tpu)
+    if case.kernel in LOW_BIT and not is_tpu:
+      panels = _from_tiles(case, equation)
+    elif case.kernel == dispatch.GROUPED_ADAPTER and is_tpu:
+      panels = _from_meetings(case, equation)
+    else:
+      panels = _from_blocks(equation, is_tpu)
     for panel in panels:
       found['bytes_moved'] += moved(panel, chip)
       found['bytes_least'] += panel.nbytes

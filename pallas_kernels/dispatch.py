@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_adapter import gpu as grouped_gpu
+from pallas_kernels.grouped_adapter import tpu as grouped_tpu
 from pallas_kernels.low_bit_matmul import gpu as low_bit_gpu
 from pallas_kernels.low_bit_matmul import tpu as low_bit_tpu
 
@@ -65,7 +67,7 @@ class Choice:
     return self.implementation.products[name]
 
 
-LOW_BIT = 'low_bit_matmul'
+LOW_BIT, GROUPED_ADAPTER = 'low_bit_matmul', 'grouped_adapter'
 
 TABLE = (
   Implementation(
@@ -75,6 +77,14 @@ TABLE = (
   Implementation(
     LOW_BIT, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'), low_bit_gpu.obstacle,
     {'matmul': low_bit_gpu.matmul, 'matmul_transposed': low_bit_gpu.matmul_transposed},
+  ),
+  Implementation(
+    GROUPED_ADAPTER, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'), grouped_tpu.obstacle,
+    {'add': grouped_tpu.add},
+  ),
+  Implementation(
+    GROUPED_ADAPTER, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'), grouped_gpu.obstacle,
+    {'add': grouped_gpu.add},
   ),
 )  # fmt: skip
 
