@@ -287,7 +287,7 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
 def _from_meetings(case: Case, equation: Any) -> list[Panel]:
   """Panels of the TPU's kernel for several adapters, whose table of them is an argument."""
   mapping, groups = equation.params['grid_mapping'], case.sizes().groups
-  tiles, slots = mapping.grid
+  tiles = mapping.grid[0]
   rows = mapping.block_mappings[0].array_aval.shape[0]
   of_row = jnp.arange(rows, dtype=jnp.int32) * groups // rows
   table, _ = grouped_tiling.meetings(of_row, -(-rows // tiles), groups)

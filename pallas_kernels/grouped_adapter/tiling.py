@@ -92,7 +92,7 @@ def choose_gpu(rows: int, sizes: Sizes) -> GpuTiling:
 
 
 def meetings(of_row: jax.Array, rows: int, groups: int) -> tuple[jax.Array, jax.Array]:
-  """Which adapters each tile of rows has work for: int32 [tiles, slots] in rising order, and how many [tiles].
+  """Which adapters each tile of rows meets: int32 [tiles, slots] in rising order, and how many [tiles].
 
   Slots beyond those name the last one again, so that a TPU fetches nothing for them.
 
