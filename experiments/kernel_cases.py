@@ -284,22 +284,30 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
   return [*panels, panel(y, (1, tiles.tokens, share(y.shape[2], mapping.grid[1])), splits, tokens, others)]
 
 
-def _from_meetings(case: Case, equation: Any) -> list[Panel]:
-  """Panels of the TPU's kernel for several adapters, whose table of them is an argument."""
-  mapping, groups = equation.params['grid_mapping'], case.sizes().groups
-  tiles = mapping.grid[0]
-  rows = mapping.block_mappings[0].array_aval.shape[0]
-  of_row = jnp.arange(rows, dtype=jnp.int32) * groups // rows
-  table, _ = grouped_tiling.meetings(of_row, -(-rows // tiles), groups)
-  tile, slot = _programs(mapping.grid, True).T
-  group = np.asarray(table)[tile, slot]
+def _from_meetings(case: Case, equation: Any, is_tpu: bool) -> list[Panel]:
+  """Panels of the kernels for several adapters, whose table of them is an argument; those that no row has are
+  left out. A GPU reads each of the others once, as its cache holds them."""
+  mapping, rows, sizes = equation.params['grid_mapping'], case.shape[0], case.sizes()
+  of_row = jnp.arange(rows, dtype=jnp.int32) * sizes.groups // rows
+  met = np.unique(of_row)
+  factors = [(sizes.groups, sizes.rank, size) for size in (sizes.inputs, sizes.outputs)]
+  if not is_tpu:
+    return [
+      dataclasses.replace(each, size=shape, block=shape) if each.size in factors else each
+      for each in _from_blocks(equation, is_tpu) for shape in [(len(met), *each.size[1:])]
+    ]  # fmt: skip
+  tall = getattr(mapping.block_mappings[0].block_shape[0], 'block_size', 1)
+  table, _ = grouped_tiling.meetings(of_row, tall, sizes.groups)
+  tile, slot = _programs(mapping.grid, is_tpu).T
+  group = np.searchsorted(met, np.asarray(table)[tile, slot])
   panels = []
   for each in mapping.block_mappings:
     array = each.array_aval
     block = tuple(getattr(size, 'block_size', 1) for size in each.block_shape)
-    first = tile if len(block) == 2 else group
-    places = np.stack([first, *[0 * tile] * (len(block) - 1)], 1)
-    panels.append(Panel(array.shape, block, places, array.dtype.itemsize))
+    is_factor = array.shape in factors
+    size = (len(met), *array.shape[1:]) if is_factor else array.shape
+    places = np.stack([group if is_factor else tile, *[0 * tile] * (len(block) - 1)], 1)
+    panels.append(Panel(size, block, places, array.dtype.itemsize))
   return panels
 
 
@@ -327,8 +335,8 @@ def traffic(case: Case) -> dict[str, Any]:
     is_tpu = chip.kind == 'tpu'
     if case.kernel in LOW_BIT and not is_tpu:
       panels = _from_tiles(case, equation)
-    elif case.kernel == dispatch.GROUPED_ADAPTER and is_tpu:
-      panels = _from_meetings(case, equation)
+    elif case.kernel == dispatch.GROUPED_ADAPTER:
+      panels = _from_meetings(case, equation, is_tpu)
     else:
       panels = _from_blocks(equation, is_tpu)
     for panel in panels:
@@ -375,8 +383,8 @@ def _compiled(case: Case) -> dict[str, Any]:
 
 
 def _registers(folder: Path) -> dict[str, int]:
-  """Registers of a thread and bytes spilled, as ptxas says of Triton's kernel; nothing without ptxas."""
-  ptxas, found = shutil.which('ptxas'), {}
+  """The most registers of a thread and bytes spilled, as ptxas says of Triton's kernels; {} without it."""
+  ptxas, found = shutil.which('ptxas'), dict[str, int]()
   for ptx in folder.glob('*.ptx') if ptxas else ():
     text = ptx.read_text(encoding='utf-8')
     target = re.search(r'^\.target (\w+)', text, re.MULTILINE)
@@ -386,5 +394,6 @@ def _registers(folder: Path) -> dict[str, int]:
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     used, spilled = re.search(r'Used (\d+) registers', said), re.search(r'(\d+) bytes spill stores', said)
     if used and spilled:
-      found = {'registers': int(used[1]), 'spilled_bytes': int(spilled[1])}
+      now = {'registers': int(used[1]), 'spilled_bytes': int(spilled[1])}
+      found = {name: max(value, found.get(name, 0)) for name, value in now.items()}
   return found
