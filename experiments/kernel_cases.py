@@ -290,7 +290,8 @@ def _from_meetings(case: Case, equation: Any, is_tpu: bool) -> list[Panel]:
   mapping, rows, sizes = equation.params['grid_mapping'], case.shape[0], case.sizes()
   of_row = jnp.arange(rows, dtype=jnp.int32) * sizes.groups // rows
   met = np.unique(of_row)
-  factors = [(sizes.groups, sizes.rank, size) for size in (sizes.inputs, sizes.outputs)]
+  rank = max(sizes.rank, grouped_tiling.FEWEST_RANK) if is_tpu else sizes.rank
+  factors = [(sizes.groups, rank, size) for size in (sizes.inputs, sizes.outputs)]
   if not is_tpu:
     return [
       dataclasses.replace(each, size=shape, block=shape) if each.size in factors else each

@@ -122,7 +122,7 @@ def add(
   """
   rows, inputs, outputs, groups, rank = reference.sizes(y.shape, x.shape, a.shape, b.shape, of_row.shape)
   sizes = Sizes(groups, rank, inputs, outputs)
-  tiles = tiling.choose_gpu(rows, sizes)
+  tiles = tiling.choose_gpu(rows, sizes, x.dtype.itemsize)
   table, counts = tiling.meetings(of_row, tiles.rows, groups)
   down, slots = table.shape
   itemsize = x.dtype.itemsize

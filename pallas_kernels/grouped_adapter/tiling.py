@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 # A register of a TPU has 128 lanes; of bfloat16 it holds 16 sublanes.
 LANES, SUBLANES = 128, 16
+# The least rank of a TPU's tile; lower ones are filled up with zeros.
+FEWEST_RANK = 8
 # Rows of a tile, at most: more adapters meet in a taller one, and each multiplies the whole of it.
 ROWS = 128
 # Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
@@ -78,14 +80,15 @@ GPU_RANK = 128
 PROGRAMS = 256
 
 
-def choose_gpu(rows: int, sizes: Sizes) -> GpuTiling:
-  """Tiles of up to 64 rows; few rows are shared out among more programs."""
+def choose_gpu(rows: int, sizes: Sizes, itemsize: int) -> GpuTiling:
+  """Tiles of up to 64 rows, 32 of float32; few rows are shared out among more programs."""
 
   def power(size: int, least: int, most: int) -> int:
     return max(least, min(most, 1 << (size - 1).bit_length()))
 
-  tall, rank = power(rows, 16, 64), power(sizes.rank, 16, GPU_RANK)
-  deep, wide = power(sizes.inputs, 16, 64 if rank > 64 else 128), power(sizes.outputs, 16, 128)
+  tall, rank = power(rows, 16, 64 if itemsize < 4 else 32), power(sizes.rank, 16, GPU_RANK)
+  short = 64 if rank > 64 or itemsize == 4 else 128
+  deep, wide = power(sizes.inputs, 16, short), power(sizes.outputs, 16, short)
   programs = -(-rows // tall) * min(sizes.groups, tall)
   splits = max(1, min(PROGRAMS // programs, -(-sizes.inputs // deep) // 4, 8))
   return GpuTiling(tall, rank, deep, wide, splits)

@@ -76,6 +76,10 @@ def add(
     NotImplementedError: no tile serves.
   """
   given, inputs, outputs, groups, rank = reference.sizes(y.shape, x.shape, a.shape, b.shape, of_row.shape)
+  # Mosaic can't lay out one row of bfloat16 as the operand of a product.
+  more_rank = (0, max(0, tiling.FEWEST_RANK - rank))
+  a, b = (jnp.pad(each, ((0, 0), more_rank, (0, 0))) for each in (a, b))
+  rank += more_rank[1]
   itemsize = x.dtype.itemsize
   tall = tiling.choose(given, Sizes(groups, rank, inputs, outputs), itemsize)
   rows = max(given, tall)
