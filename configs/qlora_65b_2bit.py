@@ -7,8 +7,9 @@ kernels = pallas: 21.5 GiB of the device, and 2.5 of layer inputs in host memory
 at a time would need their gradients' sum as well: 23.5 GiB.
 
 Adapters start from what rounding lost (LoftQ), with the range of each block clipped to the least squared
-error. On the example model, configs/qlora.py with this storage and this start: held-out nll 9.57 -> 4.42 in
-20 steps; with adapters that start from zero 21.57 -> 13.57, and in 4 bits 4.35 -> 3.37. On a 65B it was not run.
+error. On the example model, configs/qlora.py with this storage and this start goes from 9.57 to 4.42 nats in
+20 steps; with adapters that start from zero from 21.57 to 13.57, and in 4 bits from 4.35 to 3.37. It was not
+run on a 65B.
 """
 
 from ml_collections import ConfigDict

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_adapter import tiling as grouped_tiling
+from pallas_kernels.grouped_adapter.tiling import Sizes
 from pallas_kernels.int8_matmul import gpu as int8_gpu
 from pallas_kernels.int8_matmul import tpu as int8_tpu
 from pallas_kernels.low_bit_matmul import tiling as low_bit_tiling
@@ -50,6 +52,8 @@ KERNELS = {
   'quantize_weight': QUANTIZED,
   'quantize_tokens': ('nearest', 'stochastic'),
   'stochastic_round': ('bfloat16',),
+  # Adapters and their rank; each has as many neighbouring rows as the next.
+  dispatch.GROUPED_ADAPTER: ('8:16', '64:16', '8:16 float16'),
 }
 
 
@@ -85,12 +89,20 @@ class Case:
   @property
   def operands(self) -> str:
     """The dtype whose rate bounds the products, '' where there are none."""
-    return {'int8_matmul': 'int8'}.get(self.kernel, self.dtype if self.kernel in LOW_BIT else '')
+    is_float = self.kernel in (*LOW_BIT, dispatch.GROUPED_ADAPTER)
+    return {'int8_matmul': 'int8'}.get(self.kernel, self.dtype if is_float else '')
 
   @property
   def operations(self) -> int:
     """Multiplications and additions of the product."""
+    if self.kernel == dispatch.GROUPED_ADAPTER:
+      return 2 * self.shape[0] * self.sizes().rank * (self.shape[1] + self.shape[2])
     return 2 * math.prod(self.shape) if self.operands else 0
+
+  def sizes(self) -> Sizes:
+    """Of the adapters that format names."""
+    groups, rank = map(int, self.scheme.split(':'))
+    return Sizes(groups, rank, *self.shape[1:])
 
   def layout(self) -> Layout:
     """What the bytes of a weight of that format mean."""
@@ -114,9 +126,10 @@ def obstacle(case: Case) -> str | None:
   """Why the kernel can't serve and what does instead, before anything is compiled; None if it can."""
   chip = case.target
   is_tpu, reason = chip.kind == 'tpu', None
-  if case.kernel in LOW_BIT:
-    rows = [row for row in dispatch.TABLE if row.op == dispatch.LOW_BIT and row.platform == chip.kind]
-    reason = '; '.join(filter(None, (row.why_not(case.layout(), case.dtype) for row in rows))) or None
+  if case.kernel in (*LOW_BIT, dispatch.GROUPED_ADAPTER):
+    op, meant = (dispatch.LOW_BIT, case.layout()) if case.kernel in LOW_BIT else (case.kernel, case.sizes())
+    rows = [row for row in dispatch.TABLE if row.op == op and row.platform == chip.kind]
+    reason = '; '.join(filter(None, (row.why_not(meant, case.dtype) for row in rows))) or None
   elif case.kernel == 'int8_matmul':
     (row,) = (row for row in dispatch.TABLE if row.op == dispatch.INT8 and row.platform == chip.kind)
     reason = row.why_not(None, 'int8', f'TPU {chip.name}' if is_tpu else '')
@@ -162,6 +175,13 @@ def program(case: Case) -> Program:
       return matmul(a, b, row, column, form=case.format)
 
     return call, [array(a, jnp.int8), array(b, jnp.int8), *held]
+  if case.kernel == dispatch.GROUPED_ADAPTER:
+    (row,) = (r for r in dispatch.TABLE if r.op == case.kernel and r.platform == case.target.kind)
+    g, r, dtype = case.sizes().groups, case.sizes().rank, jnp.dtype(case.dtype)
+    factors = [array((m, k), dtype), array((g, r, k), dtype), array((g, r, n), dtype)]
+    return row.products['add'], [
+      array((m, n), jnp.float32), *factors, array((g,), jnp.float32), array((m,), jnp.int32)
+    ]
   quantizers: Any = quantize_tpu if is_tpu else quantize_gpu
   if case.kernel == 'quantize_weight':
     return functools.partial(quantizers.weight, layout=case.layout()), [array((k, n), jnp.float32)]
@@ -271,6 +291,34 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
   return [*panels, panel(y, (1, tiles.tokens, share(y.shape[2], mapping.grid[1])), splits, tokens, others)]
 
 
+def _from_meetings(case: Case, equation: Any, is_tpu: bool) -> list[Panel]:
+  """Panels of the kernels for several adapters, whose table of them is an argument; those that no row has are
+  left out. A GPU reads each of the others once, as its cache holds them."""
+  mapping, rows, sizes = equation.params['grid_mapping'], case.shape[0], case.sizes()
+  of_row = jnp.arange(rows, dtype=jnp.int32) * sizes.groups // rows
+  met = np.unique(of_row)
+  rank = max(sizes.rank, grouped_tiling.FEWEST_RANK) if is_tpu else sizes.rank
+  factors = [(sizes.groups, rank, size) for size in (sizes.inputs, sizes.outputs)]
+  if not is_tpu:
+    return [
+      dataclasses.replace(each, size=shape, block=shape) if each.size in factors else each
+      for each in _from_blocks(equation, is_tpu) for shape in [(len(met), *each.size[1:])]
+    ]  # fmt: skip
+  tall = getattr(mapping.block_mappings[0].block_shape[0], 'block_size', 1)
+  table, _ = grouped_tiling.meetings(of_row, tall, sizes.groups)
+  tile, slot = _programs(mapping.grid, is_tpu).T
+  group = np.searchsorted(met, np.asarray(table)[tile, slot])
+  panels = []
+  for each in mapping.block_mappings:
+    array = each.array_aval
+    block = tuple(getattr(size, 'block_size', 1) for size in each.block_shape)
+    is_factor = array.shape in factors
+    size = (len(met), *array.shape[1:]) if is_factor else array.shape
+    places = np.stack([group if is_factor else tile, *[0 * tile] * (len(block) - 1)], 1)
+    panels.append(Panel(size, block, places, array.dtype.itemsize))
+  return panels
+
+
 def moved(panel: Panel, chip: Chip) -> int:
   """Bytes between a chip's memory and its cores for one array, as said at the top."""
   if chip.kind == 'tpu':
@@ -293,12 +341,15 @@ def traffic(case: Case) -> dict[str, Any]:
   chip, found = case.target, dict.fromkeys(('bytes_moved', 'bytes_least', 'vmem_bytes'), 0)
   for equation in _calls(jax.make_jaxpr(call)(*arguments).jaxpr):
     is_tpu = chip.kind == 'tpu'
-    is_ours = case.kernel in LOW_BIT and not is_tpu
-    panels = _from_tiles(case, equation) if is_ours else _from_blocks(equation, is_tpu)
-    arrays = [*equation.invars, *equation.outvars]
+    if case.kernel in LOW_BIT and not is_tpu:
+      panels = _from_tiles(case, equation)
+    elif case.kernel == dispatch.GROUPED_ADAPTER:
+      panels = _from_meetings(case, equation, is_tpu)
+    else:
+      panels = _from_blocks(equation, is_tpu)
     # One array may be several operands, each a part of it.
-    least = {array: panel.nbytes for array, panel in zip(arrays, panels, strict=False)}
-    found['bytes_least'] += sum(least.values())
+    arrays = [*equation.invars, *equation.outvars]
+    found['bytes_least'] += sum({a: panel.nbytes for a, panel in zip(arrays, panels, strict=False)}.values())
     for panel in panels:
       found['bytes_moved'] += moved(panel, chip)
       found['vmem_bytes'] += panel.copies * math.prod(panel.block) * panel.itemsize if is_tpu else 0
@@ -344,8 +395,8 @@ def _compiled(case: Case) -> dict[str, Any]:
 
 
 def _registers(folder: Path) -> dict[str, int]:
-  """Registers of a thread and bytes spilled, as ptxas says of Triton's kernel; nothing without ptxas."""
-  ptxas, found = shutil.which('ptxas'), {}
+  """The most registers of a thread and bytes spilled, as ptxas says of Triton's kernels; {} without it."""
+  ptxas, found = shutil.which('ptxas'), dict[str, int]()
   for ptx in folder.glob('*.ptx') if ptxas else ():
     text = ptx.read_text(encoding='utf-8')
     target = re.search(r'^\.target (\w+)', text, re.MULTILINE)
@@ -355,5 +406,6 @@ def _registers(folder: Path) -> dict[str, int]:
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     used, spilled = re.search(r'Used (\d+) registers', said), re.search(r'(\d+) bytes spill stores', said)
     if used and spilled:
-      found = {'registers': int(used[1]), 'spilled_bytes': int(spilled[1])}
+      now = {'registers': int(used[1]), 'spilled_bytes': int(spilled[1])}
+      found = {name: max(value, found.get(name, 0)) for name, value in now.items()}
   return found

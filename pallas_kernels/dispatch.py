@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import backend
 
+from pallas_kernels.grouped_adapter import gpu as grouped_gpu
+from pallas_kernels.grouped_adapter import tpu as grouped_tpu
 from pallas_kernels.int8_matmul import gpu as int8_gpu
 from pallas_kernels.int8_matmul import tpu as int8_tpu
 from pallas_kernels.low_bit_matmul import gpu as low_bit_gpu
@@ -76,10 +78,12 @@ class Choice:
     return self.implementation.products[name]
 
 
-# Ops, and what their kernels take as a layout: that of a weight's bytes, nothing, and the inputs of a token.
+# Ops, and what their kernels take as a layout: that of a weight's bytes, nothing, the inputs of a token, and
+# sizes.
 LOW_BIT = 'low_bit_matmul'
 INT8 = 'int8_matmul'
 TOKENS = 'quantize_tokens'
+GROUPED_ADAPTER = 'grouped_adapter'
 
 TABLE = (
   Implementation(
@@ -105,6 +109,14 @@ TABLE = (
   Implementation(
     TOKENS, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'),
     lambda inputs, kind: quantize_gpu.tokens_obstacle(inputs), {'tokens': quantize_gpu.tokens},
+  ),
+  Implementation(
+    GROUPED_ADAPTER, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'),
+    lambda sizes, kind: grouped_tpu.obstacle(sizes), {'add': grouped_tpu.add},
+  ),
+  Implementation(
+    GROUPED_ADAPTER, 'pallas_gpu', 'gpu', ('bfloat16', 'float16', 'float32'),
+    lambda sizes, kind: grouped_gpu.obstacle(sizes), {'add': grouped_gpu.add},
   ),
 )  # fmt: skip
 

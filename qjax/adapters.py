@@ -6,7 +6,7 @@ An adapter is data beside the weight it adapts: the collection 'lora' mirrors 'p
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -91,6 +91,95 @@ def starting_at(spec: LoraSpec, a: jax.Array, b: jax.Array, dtype: jnp.dtype) ->
 
 def is_adapter(value: Any) -> bool:
   return isinstance(value, Adapter)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GroupedAdapter:
+  """Several adapters of one weight, for batches whose rows each have their own; see `group`.
+
+  It is for generation and has no gradient. Leading axes are those of a stack of weights.
+
+  Attributes:
+    a: Aᵀ [..., G, r, in]; an adapter of lower rank is filled up with zeros.
+    b: B [..., G, r, out].
+    scale: float32 [..., G].
+    of_row: int32 [..., B], which adapter each row of a batch has, -1 for none; None before `assign`.
+  """
+
+  a: jax.Array
+  b: jax.Array
+  scale: jax.Array
+  of_row: jax.Array | None = None
+
+
+def _is_grouped(value: Any) -> bool:
+  return isinstance(value, GroupedAdapter)
+
+
+def _stacked(factors: Sequence[jax.Array | None], shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+  """Factors [..., r, size] of any rank in one array of that shape, zeros where there is none."""
+  whole = jnp.zeros(shape, dtype)
+  for index, factor in enumerate(factors):
+    if factor is not None:
+      whole = whole.at[..., index, : factor.shape[-2], :].set(factor.astype(dtype))
+  return whole
+
+
+def group(collections: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """Several collections 'lora' of one model as one, of `GroupedAdapter`.
+
+  They may differ in rank, scale, dtype and targets; where one has no adapter and another has, it adds zeros.
+
+  Raises:
+    UserError: there are none, or they are not of the same model.
+  """
+  if not collections:
+    raise UserError('there are no adapters to group')
+  flat = [trees.flatten(each, is_adapter) for each in collections]
+  found = {}
+  for path in sorted(set().union(*flat)):
+    ones = [each.get(path) for each in flat]
+    given = [one for one in ones if one is not None]
+    sizes = {(*one.a.shape[:-2], one.a.shape[-1], one.b.shape[-1]) for one in given}
+    if len(sizes) > 1:
+      raise UserError(
+        f'the adapters of {path} are of different models: they have [..., in, out] of'
+        f' {" and ".join(map(str, sorted(sizes)))}; group adapters of one model'
+      )
+    dtypes = {one.a.dtype for one in given}
+    dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype('float32')
+    rank = max(one.a.shape[-2] for one in given)
+    (*lead, k, n) = sizes.pop()
+    scale = jnp.asarray([0.0 if one is None else one.scale for one in ones], jnp.float32)
+    found[path] = GroupedAdapter(
+      _stacked([one and one.a for one in ones], (*lead, len(ones), rank, k), dtype),
+      _stacked([one and one.b for one in ones], (*lead, len(ones), rank, n), dtype),
+      jnp.broadcast_to(scale, (*lead, len(ones))),
+    )
+  return trees.nest(found)
+
+
+def assign(lora: Mapping[str, Any], of_row: jax.Array) -> Any:
+  """A collection of `group` for a batch: its row i has adapter `of_row[i]`, int32 [B] in -1…G-1."""
+
+  def put(one: GroupedAdapter) -> GroupedAdapter:
+    rows = jnp.broadcast_to(of_row.astype(jnp.int32), (*one.scale.shape[:-1], *of_row.shape))
+    return dataclasses.replace(one, of_row=rows)
+
+  return jax.tree.map(put, lora, is_leaf=_is_grouped)
+
+
+def count(lora: Mapping[str, Any]) -> int:
+  """How many adapters a collection of `group` holds.
+
+  Raises:
+    UserError: it is not one.
+  """
+  leaves = jax.tree.leaves(lora, is_leaf=lambda value: _is_grouped(value) or is_adapter(value))
+  if not leaves or not all(map(_is_grouped, leaves)):
+    raise UserError("the collection 'lora' holds no groups of adapters; make it by adapters.group")
+  return leaves[0].scale.shape[-1]
 
 
 def targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

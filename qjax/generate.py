@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qjax import adapters
 from qjax.errors import UserError
 from qjax.models.transformer import Transformer, head_of
 from qjax.ops import matmul
@@ -22,6 +23,7 @@ def greedy(
   eos_id: int,
   batch_size: int = 8,
   progress: Callable[[int], None] = lambda done: None,
+  adapter_of: Sequence[int] | None = None,
 ) -> list[list[int]]:
   """The most likely continuation of every prompt, up to and without `eos_id`.
 
@@ -36,9 +38,12 @@ def greedy(
     eos_id: ends an answer.
     batch_size: prompts at a time.
     progress: told how many prompts are done.
+    adapter_of: which adapter each prompt has, -1 for none, where `variables['lora']` holds several of them
+      (`adapters.group`). Prompts of different adapters share batches.
 
   Raises:
-    UserError: a prompt is empty, or does not fit the model's context together with its answer.
+    UserError: a prompt is empty, or does not fit the model's context together with its answer; or the
+      adapters named are not there.
   """
   if empty := [index for index, prompt in enumerate(prompts) if not len(prompt)]:
     raise UserError(f'prompt {empty[0]} is empty')
@@ -50,9 +55,15 @@ def greedy(
       f'the longest prompt and {max_new_tokens} new tokens take {width} of a context of '
       f'{model.config.context_length}; shorten the prompts'
     )
+  if adapter_of is not None:
+    _check_adapters(adapter_of, len(prompts), adapters.count(variables.get('lora', {})))
 
   @jax.jit
-  def next_token(variables: Tree, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+  def next_token(
+    variables: Tree, tokens: jax.Array, lengths: jax.Array, of_row: jax.Array | None
+  ) -> jax.Array:
+    if of_row is not None:
+      variables = {**variables, 'lora': adapters.assign(variables['lora'], of_row)}
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     segments = (places < lengths[:, None]).astype(jnp.int32)
     positions = jnp.broadcast_to(places, tokens.shape)
@@ -67,6 +78,10 @@ def greedy(
     chosen = list(prompts[start : start + batch_size])
     real = len(chosen)
     chosen += [chosen[0]] * (batch_size - real)
+    of_row = None
+    if adapter_of is not None:
+      own = list(adapter_of[start : start + batch_size])
+      of_row = np.asarray(own + own[:1] * (batch_size - real), np.int32)
     tokens = np.zeros((batch_size, width), np.int32)
     lengths = np.asarray([len(prompt) for prompt in chosen], np.int32)
     for row, prompt in enumerate(chosen):
@@ -76,7 +91,7 @@ def greedy(
     for _ in range(max_new_tokens):
       if is_done.all():
         break
-      new = np.asarray(next_token(variables, tokens, lengths))
+      new = np.asarray(next_token(variables, tokens, lengths, of_row))
       for row in map(int, np.flatnonzero(~is_done)):
         if new[row] == eos_id:
           is_done[row] = True
@@ -87,3 +102,12 @@ def greedy(
     answers += found[:real]
     progress(len(answers))
   return answers
+
+
+def _check_adapters(adapter_of: Sequence[int], prompts: int, count: int) -> None:
+  if len(adapter_of) != prompts:
+    raise UserError(f'adapter_of names {len(adapter_of)} adapters for {prompts} prompts; give one for each')
+  if wrong := [index for index in adapter_of if not -1 <= index < count]:
+    raise UserError(
+      f'adapter_of: there is no adapter {wrong[0]}; there are {count}, counted from 0, and -1 is none'
+    )

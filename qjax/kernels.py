@@ -1,4 +1,4 @@
-"""Products with a weight in few bits by a kernel, on one device or each device of a mesh.
+"""Products with a weight in few bits by a kernel, on one device or each device of a mesh; grouped adapters.
 
 `pallas_kernels.dispatch` says which kernel; here a `QTensor` becomes the raw arrays that it takes. XLA cannot
 split a kernel, so over several devices each runs it on its own part (`jax.shard_map`): rows of x by the batch
@@ -18,6 +18,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from pallas_kernels import dispatch
+from pallas_kernels.grouped_adapter import reference
+from pallas_kernels.grouped_adapter.tiling import Sizes
 from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul.layout import Layout, Scales
 from qjax import sharding
@@ -186,6 +188,31 @@ def multiply(
     out_specs=PartitionSpec(*lead, kept),
     check_vma=False,
   )(x, codes, scale, offset)  # fmt: skip
+
+
+def add_adapters(
+  y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array, of_row: jax.Array, kernels: str
+) -> jax.Array:
+  """y [M, N] in float32 with each row's adapter added, by a kernel or by XLA; see the reference's `add`.
+
+  Args:
+    y: float32 [M, N].
+    x: [M, K] in the compute dtype.
+    a: Aᵀ [G, r, K] in it.
+    b: B [G, r, N] in it.
+    scale: float32 [G].
+    of_row: int32 [M] in -1…G-1.
+    kernels: 'auto' or a name in `dispatch.KERNELS`.
+
+  Raises:
+    NotImplementedError: a kernel was asked for by name and can't; with the reason, and what can.
+  """
+  obstacle = 'several adapters in one batch are not split over devices' if is_split() else None
+  sizes = Sizes(*b.shape[:2], *a.shape[2:], *b.shape[2:])
+  choice = dispatch.choose(dispatch.GROUPED_ADAPTER, kernels, sizes, x.dtype, obstacle)
+  if choice is None:
+    return reference.add(y, x, a, b, scale, of_row)
+  return choice.product('add')(y, x, a, b, scale, of_row, interpret=choice.interpret)
 
 
 def _axes(path: str | None, w: QTensor, layout: Layout, mesh: AbstractMesh) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import dispatch
 from qjax import integers, kernels, trees
-from qjax.adapters import Adapter
+from qjax.adapters import Adapter, GroupedAdapter
 from qjax.errors import UserError, nearest
 from qjax.integers import Backward, Where
 from qjax.precision import Policy
@@ -508,11 +508,33 @@ def _raise_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tup
 _raise.defvjp(_raise_fwd, _raise_bwd)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _add_each(y: jax.Array, x: jax.Array, adapter: GroupedAdapter, numerics: Numerics) -> jax.Array:
+  """y [B, ..., N] in `policy.accum` with the adapters of its rows added."""
+  of_row, compute = adapter.of_row, numerics.policy.compute
+  if of_row is None or of_row.shape != x.shape[:1]:
+    raise UserError(
+      f'x {x.shape} has {x.shape[0]} rows, but adapters are assigned to'
+      f' {0 if of_row is None else of_row.shape[0]}; give adapters.assign one index for each'
+    )
+  rows = jnp.broadcast_to(of_row.reshape(-1, *[1] * (x.ndim - 2)), x.shape[:-1]).reshape(-1)
+  added = kernels.add_adapters(
+    y.reshape(-1, y.shape[-1]).astype(jnp.float32), x.reshape(-1, x.shape[-1]).astype(compute),
+    adapter.a.astype(compute), adapter.b.astype(compute), adapter.scale, rows, numerics.implementation,
+  )  # fmt: skip
+  return added.reshape(y.shape).astype(y.dtype)
+
+
+@_add_each.defjvp
+def _add_each_jvp(numerics: Numerics, primals: Any, tangents: Any) -> Any:
+  raise UserError('several adapters in one batch have no gradient; train one at a time')
+
+
 def dot(
   x: jax.Array,
   w: Projected,
   numerics: Numerics,
-  adapter: Adapter | None = None,
+  adapter: Adapter | GroupedAdapter | None = None,
   bias: jax.Array | None = None,
   dropout_key: jax.Array | None = None,
   path: str | None = None,
@@ -528,7 +550,8 @@ def dot(
     w: [K, N], plain, quantized or decomposed.
     numerics: dtypes, implementation, and which projections have their inputs quantized. The adapter sees x
       as it is.
-    adapter: A, B and their scale.
+    adapter: A, B and their scale; or several, with one for each index of the first axis of x, for which
+      there is no gradient.
     bias: [N].
     dropout_key: drops inputs of A with the adapter's probability; None (evaluation) drops nothing.
     path: where the projection is, such as 'layers/mlp/down/kernel', for `numerics.activations`.
@@ -548,6 +571,8 @@ def dot(
   trained = numerics.trained_scheme_of(path, rests, adapter is not None)
   if trained is not None:
     assert not isinstance(w, Decomposed | Trained)
+    if isinstance(adapter, GroupedAdapter):
+      raise UserError(f'adapters inside the quantizer of {path!r} cannot share a batch; run one at a time')
     weight_key = None
     if numerics.weight_rounding == 'stochastic' and rounding_key is not None:
       weight_key, rounding_key = jax.random.split(rounding_key)
@@ -573,6 +598,8 @@ def dot(
       plan, scheme=scheme, is_integer=is_integer, gradient=numerics.activation_gradient
     )
     y = _matmul(x, w, high if scheme.is_static else None, rounding_key, plan)
+  if isinstance(adapter, GroupedAdapter):
+    y, adapter = _add_each(y, x, adapter, numerics), None
   if adapter is not None and low is None:
     z = x
     if dropout_key is not None and adapter.dropout > 0:

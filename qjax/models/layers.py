@@ -103,7 +103,7 @@ class Projection(nn.Module):
       kernel = self.param('kernel', nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32)
     adapter = self.get_variable('lora', 'kernel') if self.has_variable('lora', 'kernel') else None
     bias = self.param('bias', nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else None
-    drops = adapter is not None and adapter.dropout > 0 and self.has_rng('dropout')
+    drops = isinstance(adapter, Adapter) and adapter.dropout > 0 and self.has_rng('dropout')
     key = self.make_rng('dropout') if drops else None
     high = self.get_variable('act', 'kernel') if self.has_variable('act', 'kernel') else None
     weight_high = self.get_variable('ranges', 'kernel') if self.has_variable('ranges', 'kernel') else None
@@ -138,12 +138,14 @@ def lower_together(
 ) -> dict[str, jax.Array]:
   """x·A for the adapters of those projections of `parent` that read x; {} if each drops inputs of its own.
 
-  An adapter inside a quantizer is no product of its own.
+  An adapter inside a quantizer is no product of its own, and several in one batch are multiplied otherwise.
   """
+  present = [name for name in names if parent.has_variable('lora', name)]
+  held: dict[str, Any] = {name: parent.get_variable('lora', name)['kernel'] for name in present}
   adapters: dict[str, Adapter] = {
-    name: parent.get_variable('lora', name)['kernel']
-    for name in names
-    if parent.has_variable('lora', name)
+    name: adapter
+    for name, adapter in held.items()
+    if isinstance(adapter, Adapter)
     and numerics.trained_scheme_of(_path(parent, name), is_at_rest=False, has_adapter=True) is None
   }
   if not adapters or (parent.has_rng('dropout') and any(a.dropout > 0 for a in adapters.values())):

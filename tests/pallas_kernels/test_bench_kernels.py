@@ -67,12 +67,25 @@ def test_products_of_integers_move_little_where_a_tpu_holds_an_operand():
       assert found['bytes_over_least'] <= (1.4 if form == 'tn' else 1.1)
 
 
+def test_several_adapters_move_each_array_once():
+  for name in ('v5e', 'h100'):
+    for shape in kernel_cases.SHAPES:
+      found = kernel_cases.traffic(Case('grouped_adapter', '64:16', shape, name))
+      assert 1 <= found['bytes_over_least'] <= 1.1
+      # Eight rows have eight adapters, whatever else there is.
+      m, k, n = shape
+      factors = 2 * 16 * min(64, m) * (k + n)
+      assert found['bytes_least'] <= 1.2 * (2 * m * k + 8 * m * n + factors) + 2**19
+
+
 def test_what_a_chip_cannot_do_is_refused_with_what_does():
   shape = kernel_cases.SHAPES[0]
   for case, says in (
     (Case('int8_matmul', 'nn', shape, 'v4'), 'multiplies no integers; falls back to XLA'),
     (Case('low_bit_matmul', 'nf4:block=64 float16', shape, 'v5e'), 'no products in float16'),
     (Case('stochastic_round', 'bfloat16', shape, 'h100'), 'falls back to XLA'),
+    (Case('grouped_adapter', '8:16 float16', shape, 'v5e'), 'no products in float16'),
+    (Case('grouped_adapter', '8:256', shape, 'h100'), 'a rank of 256'),
   ):
     reason = kernel_cases.obstacle(case) or ''
     assert says in reason and reason.endswith('falls back to XLA')

@@ -1,0 +1,113 @@
+"""How rows are cut into tiles, and which adapters each tile meets."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# A register of a TPU has 128 lanes; of bfloat16 it holds 16 sublanes.
+LANES, SUBLANES = 128, 16
+# The least rank of a TPU's tile; lower ones are filled up with zeros.
+FEWEST_RANK = 8
+# Rows of a tile, at most: more adapters meet in a taller one, and each multiplies the whole of it.
+ROWS = 128
+# Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
+VMEM_BYTES = 40 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """What is static about a stack of adapters.
+
+  Attributes:
+    groups: G, adapters.
+    rank: r.
+    inputs: K.
+    outputs: N.
+  """
+
+  groups: int
+  rank: int
+  inputs: int
+  outputs: int
+
+  def held(self, rows: int, itemsize: int) -> int:
+    """Bytes of a TPU's vector memory with tiles of so many rows."""
+    inputs, outputs = (-(-size // LANES) * LANES for size in (self.inputs, self.outputs))
+    factors = -(-self.rank // SUBLANES) * SUBLANES * (inputs + outputs)
+    # Two of each, one being fetched or written; the products before they are added; which row is whose.
+    return 2 * itemsize * (rows * inputs + factors) + 4 * rows * (5 * outputs + 3 * LANES)
+
+
+def choose(rows: int, sizes: Sizes, itemsize: int) -> int:
+  """Rows of a TPU's tile.
+
+  Raises:
+    NotImplementedError: the fewest take more memory than there is.
+  """
+  tile = min(ROWS, -(-rows // SUBLANES) * SUBLANES)
+  while sizes.held(tile, itemsize) > VMEM_BYTES:
+    if tile == SUBLANES:
+      raise NotImplementedError(
+        f'{SUBLANES} rows of {sizes.inputs} inputs and {sizes.outputs} outputs do not fit vector memory'
+      )
+    tile = max(SUBLANES, tile // 2 // SUBLANES * SUBLANES)
+  return tile
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTiling:
+  """Sizes of tiles, powers of two.
+
+  Attributes:
+    rows: of x and y.
+    rank: filled up to what one product takes.
+    depth: inputs that are multiplied at once.
+    columns: of y.
+    splits: shares of the sum over the inputs, each the work of another program.
+  """
+
+  rows: int
+  rank: int
+  depth: int
+  columns: int
+  splits: int
+
+
+# The highest rank of a GPU's tile: with 64 rows and 128 columns, as much as shared memory holds twice.
+GPU_RANK = 128
+# Programs that keep every core of a large GPU busy.
+PROGRAMS = 256
+
+
+def choose_gpu(rows: int, sizes: Sizes, itemsize: int) -> GpuTiling:
+  """Tiles of up to 64 rows, 32 of float32; few rows are shared out among more programs."""
+
+  def power(size: int, least: int, most: int) -> int:
+    return max(least, min(most, 1 << (size - 1).bit_length()))
+
+  tall, rank = power(rows, 16, 64 if itemsize < 4 else 32), power(sizes.rank, 16, GPU_RANK)
+  short = 64 if rank > 64 or itemsize == 4 else 128
+  deep, wide = power(sizes.inputs, 16, short), power(sizes.outputs, 16, short)
+  programs = -(-rows // tall) * min(sizes.groups, tall)
+  splits = max(1, min(PROGRAMS // programs, -(-sizes.inputs // deep) // 4, 8))
+  return GpuTiling(tall, rank, deep, wide, splits)
+
+
+def meetings(of_row: jax.Array, rows: int, groups: int) -> tuple[jax.Array, jax.Array]:
+  """Which adapters each tile of rows meets: int32 [tiles, slots] in rising order, and how many [tiles].
+
+  Slots beyond those name the last one again, so that a TPU fetches nothing for them.
+
+  Args:
+    of_row: int32 [M] in -1…G-1.
+    rows: of a tile.
+    groups: G.
+  """
+  tiles, slots = -(-of_row.shape[0] // rows), min(groups, rows)
+  filled = jnp.pad(of_row, (0, tiles * rows - of_row.shape[0]), constant_values=-1).reshape(tiles, rows, 1)
+  is_met = jnp.any(filled == jnp.arange(groups, dtype=jnp.int32), axis=1)
+  order = jnp.argsort(~is_met, axis=1, stable=True).astype(jnp.int32)
+  counts = jnp.sum(is_met, axis=1, dtype=jnp.int32)
+  slot = jnp.minimum(jnp.arange(slots, dtype=jnp.int32), jnp.maximum(counts[:, None] - 1, 0))
+  return jnp.take_along_axis(order, slot, axis=1), counts
