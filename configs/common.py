@@ -119,7 +119,7 @@ def add_qat(config: ConfigDict) -> None:
   config.qat.calibration_batches = 1  # of training data, for that
   config.qat.ranges = ''  # or calibration.json of experiments.calibrate
   config.qat.backward = ConfigDict()  # products of gradients
-  config.qat.backward.dx = 'compute'  # of inputs: compute | int8 (needs weights in int8:axis=channel)
+  config.qat.backward.dx = 'compute'  # of inputs: compute | int8 (needs integer weights, one scale an output)
   config.qat.backward.dw = 'compute'  # of weights: compute | int8 (needs activations too)
   config.qat.backward.rounding = 'stochastic'  # of gradients to integers: stochastic | nearest
 

@@ -41,6 +41,8 @@ def run(main: Callable[[list[str]], Any]) -> None:
   def parse(argv: list[str]) -> list[str]:
     try:
       return flags.FLAGS(argv)
+    except SystemExit:  # --help, after which absl exits with 1.
+      sys.exit(0)
     except Exception as error:  # Of a flag, of an override, or anything that a config file raises.
       sys.exit(_refuse(_explain(error, argv)))
 
@@ -127,4 +129,6 @@ def _explain(error: Exception, argv: list[str]) -> str:
 def _unusable(path: str, what: str, frames: list[Any]) -> str:
   """Names the innermost of (file, line) that the user wrote."""
   file, line = next((frame for frame in reversed(frames) if frame[0] == path), frames[-1])
+  if 'get_config() takes 0 positional arguments' in what:
+    return f'{path} takes no argument behind a colon'
   return f'{path} cannot be used: {what} ({file}, line {line})'

@@ -7,10 +7,12 @@ Weights that were trained through their quantizer become its codes, with adapter
 other weights and adapters stay as they are, unless --merge=nf4:block=64 (or another scheme, or a dtype) has
 adapters added to their weights and rounded with them. The run's held-out questions are scored as it was
 trained and as it is stored. <run>/model receives safetensors, their description with where they came from,
-and the tokenizer.
+and the tokenizer. The checkpoint that scored best is converted. A run that has not finished is refused,
+unless --unfinished says that what is there will do.
 """
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +32,27 @@ from qjax.ops import Numerics
 from qjax.progress import Bar, stage
 from qjax.records import human_bytes
 
-_RUN = flags.DEFINE_string('run', None, 'Working directory of a run of experiments.train.', required=True)
+_RUN = flags.DEFINE_string('run', None, 'Working directory of a run of experiments.train.')
 _MERGE = flags.DEFINE_string('merge', '', 'Scheme or dtype of weights to which adapters are added.')
 _OUT = flags.DEFINE_string('out', None, 'Where the model goes; <run>/model if not given.')
+_UNFINISHED = flags.DEFINE_bool('unfinished', False, 'Convert the best that a run has which is not finished.')
 
 
 def main(argv: list[str]) -> int:
   del argv
+  if _RUN.value is None:
+    raise UserError('--run is missing; for instance --run=runs/qat_int4')
   workdir = Path(_RUN.value)
   out = Path(_OUT.value) if _OUT.value else workdir / 'model'
   native.refuse_existing(out)
   record = records.read_record(workdir)
   if record is None:
     raise UserError(f'{workdir} holds no {records.RECORD}: it is no working directory of a run')
+  if record['status'] != 'finished' and not _UNFINISHED.value:
+    raise UserError(
+      f'{workdir} has not finished ({record["status"]}); go on with the command that began it, or give '
+      '--unfinished to convert its best checkpoint so far'
+    )
   run = build.run(ConfigDict(checkpoint.complete({'config': record['config']})['config']), workdir)
   if changed := checkpoint.changes(record['meaning'], run.meaning):
     raise UserError(f'{workdir} was trained on something else than is there now:\n  ' + '\n  '.join(changed))
@@ -57,6 +67,8 @@ def main(argv: list[str]) -> int:
   step = saved.best_step
   trainable = saved.best(trainable)
   saved.close()
+  if step == 0:
+    print('note: step 0 scored best, so what is converted has not been trained', file=sys.stderr)
   numerics = run.method.numerics
   with stage(f'converting step {step}'):
     variables = convert.convert(run.method, trees.combine(trainable, frozen), run.shapes)

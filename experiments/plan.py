@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 from rich import box
@@ -65,6 +66,8 @@ _APART = ('operations.py', 'liveness.py', 'report.py')
 
 def main(argv: list[str]) -> int:
   del argv
+  # Nothing runs here: compilers of other chips have processes of their own, and no device is looked for.
+  jax.config.update('jax_platforms', 'cpu')
   if _VALIDATE.value:
     return _validate()
   config = cli.config_of(_CONFIG)
@@ -230,11 +233,12 @@ def _advice(config: ConfigDict, chip: Chip, plan: Plan) -> Table:
     changed = _by(change, config) if isinstance(change, str) else _changed(config, **change)
     found = _estimate(changed, chip)
     saved = plan.peak_bytes - found.peak_bytes
-    table.add_row(text, _gib(found.peak_bytes), _gib(max(saved, 0)), 'yes' if found.fits else 'no')
+    if saved <= 0:
+      continue
+    table.add_row(text, _gib(found.peak_bytes), _gib(saved), 'yes' if found.fits else 'no')
     if found.fits:
       break
-    if saved > 0:
-      config, plan = changed, found
+    config, plan = changed, found
   return table
 
 

@@ -59,7 +59,9 @@ def main(argv: list[str]) -> int:
 
   survival = None if lora is None else pair.adapter_survival(lora)
 
-  required = ('comparison', 'weights', 'outputs', *(['survival'] if survival is not None else []))
+  required = ['comparison', 'outputs', *(['survival'] if survival is not None else [])]
+  if weights or 'run' not in candidate.origin:  # what was trained is other weights, which nothing compares
+    required.append('weights')
   judged = verdict.judge(fields.thresholds, comparison, weights, outputs, answers, survival, required)
   if not is_same:
     message = 'reloading: the candidate, saved and loaded again, gives other logits'

@@ -296,6 +296,13 @@ def read(config: ConfigDict) -> Fields:
       )
     if fields.qat.freeze_step < 0:
       raise UserError(f'config.qat.freeze_step = {fields.qat.freeze_step} must be at least 0; 0 is never')
+    if not 0 <= fields.qat.momentum < 1:
+      raise UserError(f'config.qat.momentum = {fields.qat.momentum} must be at least 0 and below 1')
+    if fields.qat.start_step >= fields.num_steps:
+      raise UserError(
+        f'config.qat.start_step = {fields.qat.start_step}: nothing would be trained through a quantizer in '
+        f'{fields.num_steps} steps (config.num_steps)'
+      )
     calibrate.observer(fields.qat.observer)
   if fields.targeted is not None and not 0 < fields.targeted.budget <= 1:
     raise UserError(f'config.targeted.budget = {fields.targeted.budget} must be above 0 and at most 1')

@@ -92,7 +92,7 @@ def merge(
   params = trees.flatten(variables['params'], is_qtensor)
   lora = trees.flatten(variables.get('lora', {}), adapters.is_adapter)
   if not lora:
-    raise UserError('there is no adapter to merge')
+    raise UserError('there is no adapter to merge: those inside a quantizer are part of its codes already')
   kinds = trees.match_rules(rules, list(lora), 'merge')
   survived: dict[str, np.ndarray] = {}
   for path, adapter in lora.items():

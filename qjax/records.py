@@ -132,7 +132,9 @@ def read_record(directory: Path) -> dict[str, Any] | None:
       raise ValueError(f'{", ".join(sorted(missing))} missing')
     return record
   except (TypeError, ValueError) as error:
-    raise UserError(f'{path} is damaged ({error}); move it away, or give --restart to keep it') from None
+    raise UserError(
+      f'{path} is damaged ({error}); move it away, or train anew with --restart, which keeps it'
+    ) from None
 
 
 def human_bytes(count: float) -> str:

@@ -66,21 +66,24 @@ class Tiling:
     down, along, across = -(-tokens // self.tokens), -(-layout.rows // self.rows), -(-outputs // self.columns)
     return (down, along, across) if transposed else (down, across, along)
 
-  def copies(self, grid: tuple[int, int, int]) -> tuple[int, int]:
-    """Tiles of x and of the weight that are held: one that never changes, else two, one being fetched."""
+  def copies(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Tiles of x, of the weight and of the result that are held: one that never changes, else two.
+
+    Of two one is being fetched, or written.
+    """
     down, across, cuts = grid
-    return 1 + (down > 1 or cuts > 1), 1 + (across > 1 or cuts > 1)
+    return 1 + (down > 1 or cuts > 1), 1 + (across > 1 or cuts > 1), 1 + (down > 1 or across > 1)
 
   def held(self, grid: tuple[int, int, int], layout: Layout, itemsize: int, transposed: bool) -> int:
     """Bytes of vector memory."""
     runs, length = self.runs(layout)
-    inputs, (of_x, of_w) = runs * length, self.copies(grid)
+    inputs, (of_x, of_w, of_y) = runs * length, self.copies(grid)
     summed, kept = (self.columns, inputs) if transposed else (inputs, self.columns)
     scales = -(-self.blocks(layout) // SUBLANES) * SUBLANES * self.columns * 4
     weight = self.byte_rows(layout) * self.columns + 2 * scales
     decoding = 6 * 4 * max(STEP_BLOCKS * layout.span if layout.blocks > 1 else 0, STEP_ROWS) * STEP_COLUMNS
     decoded = inputs * self.columns * itemsize
-    return self.tokens * (of_x * summed * itemsize + 2 * kept * 4) + of_w * weight + decoded + decoding
+    return self.tokens * (of_x * summed * itemsize + of_y * kept * 4) + of_w * weight + decoded + decoding
 
   def moved(self, tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> int:
     """Bytes between a TPU's memories: tiles that come again in a row stay where they are."""
@@ -161,7 +164,7 @@ def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed:
   whole = [-(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS] if tokens <= 2048 else []
   cuts = itertools.product(
     whole + [cut for cut in (2048, 1024, 512, 256) if cut < tokens],
-    _row_cuts(layout), _column_cuts(outputs, MOST_SUMMED if transposed else MOST_COLUMNS), (False, True),
+    _row_cuts(layout), _column_cuts(outputs, MOST_SUMMED), (False, True),
   )  # fmt: skip
   tiles = [each for each in itertools.starmap(Tiling, cuts) if fits(each)]
   if not tiles:

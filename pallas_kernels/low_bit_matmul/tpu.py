@@ -232,7 +232,7 @@ def _call(
   codes, scale, offset = weight
   tokens, outputs = x[0].shape[0], codes.shape[1]
   grid = tiles.grid(tokens, outputs, layout, transposed)
-  of_x, of_w = tiles.copies(grid)
+  of_x, of_w, of_y = tiles.copies(grid)
 
   def spec(shape: tuple[int, ...], where: Any, copies: int = 2) -> pl.BlockSpec:
     swapped = (lambda j, i, k: where(i, j, k)) if tiles.weight_stays else where
@@ -272,7 +272,7 @@ def _call(
     functools.partial(kernel, layout=layout, tiles=tiles, grid=grid),
     grid=(across, down, cuts) if tiles.weight_stays else grid,
     in_specs=[*(spec(block, where, of_x) for block, where in x_specs), *specs],
-    out_specs=spec(block, where),
+    out_specs=spec(block, where, of_y),
     out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
     scratch_shapes=scratch,
     compiler_params=pltpu.CompilerParams(

@@ -100,7 +100,7 @@ def _template(meaning: Mapping[str, Any]) -> Any:
 
 def refuse_existing(directory: Path) -> None:
   if Path(directory).exists():
-    raise UserError(f'{directory} exists; give another directory, or move it away')
+    raise UserError(f'{directory} exists; have the model written elsewhere, or move that away')
 
 
 def save(model: QuantizedModel, directory: Path) -> int:
@@ -136,6 +136,7 @@ def save(model: QuantizedModel, directory: Path) -> int:
       }
       (scratch / TOKENIZER).write_text(t.backend.to_str(), encoding='utf-8')
     safetensors.numpy.save_file(arrays, scratch / ARRAYS)
+    os.chmod(scratch / ARRAYS, 0o644)
     (scratch / MEANING).write_text(json.dumps(meaning, indent=1) + '\n', encoding='utf-8')
     os.chmod(scratch, 0o755)
     os.rename(scratch, directory)

@@ -345,7 +345,10 @@ class Sensitivity:
     try:
       fields = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError:
-      raise UserError(f'there is no sensitivity record {path}; measure it first') from None
+      raise UserError(
+        f'there is no sensitivity record {path}; first python -m '
+        'experiments.sensitivity --each_layer --schemes=int4:axis=channel'
+      ) from None
     except ValueError as error:
       raise UserError(f'{path} is damaged ({error}); measure it again') from None
     names = {field.name for field in dataclasses.fields(cls)}
