@@ -13,7 +13,7 @@ from experiments import kernel_cases
 from experiments.kernel_cases import Case
 from pallas_kernels import dispatch
 from pallas_kernels.int8_matmul import reference as int8_reference
-from qjax import ops
+from qjax import kernels, ops
 from qjax.ops import Numerics
 from qjax.precision import policy
 from qjax.progress import Bar
@@ -46,22 +46,22 @@ def in_turn(programs: Mapping[str, Program], repeats: int, together: int = 1) ->
   return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def _bound(function: Callable[..., Any], *arguments: Any) -> Program:
+def bound(function: Callable[..., Any], *arguments: Any) -> Program:
   """A compiled call; arguments are passed to it, not built into it."""
   compiled = jax.jit(function).lower(*arguments).compile()
   return lambda: compiled(*arguments)
 
 
-def _draw(shape: tuple[int, ...], dtype: str, seed: int = 0) -> jax.Array:
+def draw(shape: tuple[int, ...], dtype: str, seed: int = 0) -> jax.Array:
   return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32).astype(dtype)
 
 
 def ceilings(repeats: int) -> dict[str, float]:
   """Bytes a second of a copy of 256 MiB, and operations a second of a large product in bfloat16."""
-  x, a = jnp.zeros((2**26,), jnp.float32), _draw((8192, 8192), 'bfloat16')
+  x, a = jnp.zeros((2**26,), jnp.float32), draw((8192, 8192), 'bfloat16')
   programs = {
-    'copy': _bound(lambda x: x + 1, x),
-    'product': _bound(lambda a: ops.contract(a, a, ((1,), (0,)), jnp.dtype('float32')), a),
+    'copy': bound(lambda x: x + 1, x),
+    'product': bound(lambda a: ops.contract(a, a, ((1,), (0,)), jnp.dtype('float32')), a),
   }
   seconds = in_turn(programs, repeats, TOGETHER)
   return {'bytes': 2 * x.nbytes / seconds['copy'], 'flops': 2 * 8192**3 / seconds['product']}
@@ -111,18 +111,18 @@ def _low_bit(shape: tuple[int, int, int], kernel: str, scheme: str) -> tuple[dic
   """Programs, the kernel's error and the least bytes of one product with a weight in few bits."""
   m, k, n = shape
   is_transposed = kernel != kernel_cases.LOW_BIT[0]
-  w = jax.jit(lambda w: quantize(w, scheme))(_draw((k, n), 'float32'))
-  x, dense = _draw((m, n if is_transposed else k), 'bfloat16', 1), dequantize(w, jnp.dtype('bfloat16'))
+  w = jax.jit(lambda w: quantize(w, scheme))(draw((k, n), 'float32'))
+  x, dense = draw((m, n if is_transposed else k), 'bfloat16', 1), dequantize(w, jnp.dtype('bfloat16'))
   axes = ((1,), (1 if is_transposed else 0,))
   layout = Case(kernel, scheme, shape, 'cpu').layout()
   choice = dispatch.choose(dispatch.LOW_BIT, 'pallas', layout, 'bfloat16')
   assert choice is not None
   product = choice.product(kernel.removeprefix('low_bit_'))
-  accum = jnp.dtype('float32')
+  accum, arrays = jnp.dtype('float32'), kernels.arrays_of(w)[:2]
   programs = {
-    'kernel': _bound(lambda x, c, s: product(x, c, s, None, layout), x, w.codes, w.scales),
-    'xla': _bound(lambda x, w: ops.contract(x, dequantize(w, x.dtype), axes, accum), x, w),
-    'dense': _bound(lambda x, w: ops.contract(x, w, axes, accum), x, dense),
+    'kernel': bound(lambda x, codes, scale: product(x, codes, scale, None, layout), x, *arrays),
+    'xla': bound(lambda x, w: ops.contract(x, dequantize(w, x.dtype), axes, accum), x, w),
+    'dense': bound(lambda x, w: ops.contract(x, w, axes, accum), x, dense),
   }
   wide = np.asarray(dequantize(w), np.float64)
   exact = np.asarray(x[:CHECKED], np.float64) @ (wide.T if is_transposed else wide)
@@ -138,9 +138,9 @@ def _integer(shape: tuple[int, int, int], platform: str) -> tuple[dict[str, Prog
   a, b = (jnp.asarray(draw(-127, 128, size, np.int8)) for size in ((m, k), (k, n)))
   row, column = jnp.full((m, 1), 1e-2), jnp.full((1, n), 1e-2)
   programs = {
-    'kernel': _bound(matmul, a, b, row, column),
-    'xla': _bound(int8_reference.matmul, a, b, row, column),
-    'dense': _bound(
+    'kernel': bound(matmul, a, b, row, column),
+    'xla': bound(int8_reference.matmul, a, b, row, column),
+    'dense': bound(
       lambda a, b: ops.contract(a, b, ((1,), (0,)), jnp.dtype('float32')),
       a.astype(jnp.bfloat16), b.astype(jnp.bfloat16),
     ),
@@ -157,7 +157,7 @@ def on_cpu(repeats: int, is_quick: bool) -> dict[str, Any]:
   rows = []
   with Bar('timing', len(shapes) * (2 + len(few))) as bar:
     for m, k, n in shapes:
-      w = _draw((k, n), 'float32')
+      w = draw((k, n), 'float32')
       rows.append({'what': 'nf4 product', 'shape': [m, k, n], 'milliseconds': _ms(_products(m, w, repeats))})
       bar.advance(len(rows))
       for count in few:
@@ -179,19 +179,19 @@ def _products(m: int, w: jax.Array, repeats: int) -> dict[str, float]:
   programs = {}
   for dtype in ('bfloat16', 'float32'):
     how = Numerics(policy(compute=dtype), 'xla')
-    x, dense = _draw((m, w.shape[0]), dtype, 1), w.astype(dtype)
-    programs[f'nf4 {dtype}'] = _bound(lambda x, q, how=how: ops.matmul(x, q, how.policy), x, q)
-    programs[f'dense {dtype}'] = _bound(lambda x, w: ops.contract(x, w, ((1,), (0,)), accum), x, dense)
+    x, dense = draw((m, w.shape[0]), dtype, 1), w.astype(dtype)
+    programs[f'nf4 {dtype}'] = bound(lambda x, q, how=how: ops.matmul(x, q, how.policy), x, q)
+    programs[f'dense {dtype}'] = bound(lambda x, w: ops.contract(x, w, ((1,), (0,)), accum), x, dense)
   return in_turn(programs, repeats)
 
 
 def _decoding(rows: int, w: jax.Array) -> dict[str, Program]:
   """A few rows times a weight in int8, the rows quantized on the way, and times the dense weight."""
-  x, q = _draw((rows, w.shape[0]), 'float32', 1), quantize(w, 'int8:axis=channel')
+  x, q = draw((rows, w.shape[0]), 'float32', 1), quantize(w, 'int8:axis=channel')
   how = Numerics(policy(), activations=(('.*', 'int8:axis=token'),))
   return {
-    'int8': _bound(lambda x, q: ops.dot(x, q, how, path='kernel'), x, q),
-    'dense float32': _bound(lambda x, w: ops.dot(x, w, Numerics(policy()), path='kernel'), x, w),
+    'int8': bound(lambda x, q: ops.dot(x, q, how, path='kernel'), x, q),
+    'dense float32': bound(lambda x, w: ops.dot(x, w, Numerics(policy()), path='kernel'), x, w),
   }
 
 
@@ -229,7 +229,7 @@ def _ways(w: jax.Array) -> tuple[dict[str, Program], dict[str, float]]:
   exact = np.asarray(NF4_LEVELS)[np.asarray(q.unpacked())]
   errors = {name: float(np.max(np.abs(np.asarray(way(q.codes)) - exact))) for name, way in ways.items()}
   programs = {
-    name: _bound(lambda packed, way=way: way(packed).astype(jnp.bfloat16), q.codes)
+    name: bound(lambda packed, way=way: way(packed).astype(jnp.bfloat16), q.codes)
     for name, way in ways.items()
   }
   return programs, errors

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import backend
 
+from pallas_kernels import target
 from pallas_kernels.grouped_adapter import gpu as grouped_gpu
 from pallas_kernels.grouped_adapter import tpu as grouped_tpu
 from pallas_kernels.int8_matmul import gpu as int8_gpu
@@ -121,12 +122,6 @@ TABLE = (
 )  # fmt: skip
 
 
-def _device() -> Any:
-  """What a program traced now is compiled for: of the ambient mesh, or JAX's first device."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  return jax.devices()[0] if device is None else device
-
-
 def target_platform() -> str:
   """What a program traced now is compiled for: 'tpu', 'gpu' (of NVIDIA), 'rocm' or 'cpu'.
 
@@ -134,7 +129,7 @@ def target_platform() -> str:
   that are not there gets their kernels; without a mesh, JAX's default backend. JAX calls AMD's GPUs 'gpu',
   too, but no kernel here was written or compiled for them.
   """
-  platform, kind = _device().platform, _device().device_kind.lower()
+  platform, kind = target.device().platform, target.device().device_kind.lower()
   if platform == 'gpu':
     is_here = jax.default_backend() == 'gpu'
     version = backend.get_backend().platform_version.lower() if is_here else ''
@@ -160,7 +155,7 @@ def explain(
     rows = [row for row in rows if row.platform == ('tpu' if is_simulated else platform)]
   reasons = []
   for row in rows:
-    reason = obstacle or row.why_not(layout, dtype, _device().device_kind)
+    reason = obstacle or row.why_not(layout, dtype, target.device().device_kind)
     if reason is None:
       return Choice(row, kernels == INTERPRETED)
     reasons.append(reason)

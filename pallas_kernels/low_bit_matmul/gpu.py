@@ -227,7 +227,7 @@ def _arrays(codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: L
   return [codes, *scales, *table, *([] if offset is None else [offset])]
 
 
-@functools.partial(jax.jit, static_argnames=('layout', 'interpret'))
+@functools.partial(jax.jit, static_argnames=('layout', 'interpret', 'tiles'))
 def matmul(
   x: jax.Array,
   codes: jax.Array,
@@ -235,6 +235,7 @@ def matmul(
   offset: jax.Array | None,
   layout: Layout,
   interpret: bool = False,
+  tiles: GpuTiling | None = None,
 ) -> jax.Array:
   """x [M, K] · W [K, N] as float32 [M, N], as `reference.matmul` defines it.
 
@@ -245,15 +246,16 @@ def matmul(
     offset: float32 [blocks, N or 1], or None.
     layout: what the bytes mean.
     interpret: run on a CPU.
+    tiles: how it is cut; None is `tiling.choose_gpu`.
   """
   outputs = codes.shape[1]
-  tiles = tiling.choose_gpu(x.shape[0], outputs, layout, x.dtype.itemsize, transposed=False)
+  tiles = tiles or tiling.choose_gpu(x.shape[0], outputs, layout, x.dtype.itemsize, transposed=False)
   grid = (pl.cdiv(outputs, tiles.columns), tiles.splits)
   weight = _arrays(codes, scale, offset, layout)
   return _call(_forward_kernel, x, weight, outputs, grid, layout, tiles, interpret, 'low_bit_matmul')
 
 
-@functools.partial(jax.jit, static_argnames=('layout', 'interpret'))
+@functools.partial(jax.jit, static_argnames=('layout', 'interpret', 'tiles'))
 def matmul_transposed(
   g: jax.Array,
   codes: jax.Array,
@@ -261,9 +263,10 @@ def matmul_transposed(
   offset: jax.Array | None,
   layout: Layout,
   interpret: bool = False,
+  tiles: GpuTiling | None = None,
 ) -> jax.Array:
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
-  tiles = tiling.choose_gpu(g.shape[0], codes.shape[1], layout, g.dtype.itemsize, transposed=True)
+  tiles = tiles or tiling.choose_gpu(g.shape[0], codes.shape[1], layout, g.dtype.itemsize, transposed=True)
   grid = (tiles.row_tiles(layout), tiles.splits)
   weight = _arrays(codes, scale, offset, layout)
   name = 'low_bit_matmul_transposed'

@@ -6,7 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from pallas_kernels import tuned
 from pallas_kernels.low_bit_matmul.layout import Layout
+
+# Of the product and of that with the transposed weight.
+NAMES = ('low_bit_matmul', 'low_bit_matmul_transposed')
 
 # A register of a TPU holds 8 sublanes of 128 lanes of float32; bytes of 32 sublanes share it.
 SUBLANES, LANES, BYTE_SUBLANES = 8, 128, 32
@@ -127,8 +131,10 @@ def _column_cuts(outputs: int, most: int) -> Iterator[int]:
 
 
 @functools.cache
-def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> Tiling:
-  """The tiles for a TPU that cost least: bytes moved, steps, codes decoded, first tiles, which nothing hides.
+def candidates(
+  tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool
+) -> tuple[Tiling, ...]:
+  """Tiles for a TPU, what costs least first: bytes moved, steps, codes decoded, and first tiles, unhidden.
 
   Args:
     tokens: rows of x, at least `FEWEST_TOKENS`.
@@ -169,7 +175,16 @@ def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed:
   tiles = [each for each in itertools.starmap(Tiling, cuts) if fits(each)]
   if not tiles:
     raise NotImplementedError(f'no tile of {layout.inputs} inputs in blocks of {layout.block} fits a TPU')
-  return min(tiles, key=cost)
+  return tuple(sorted(tiles, key=cost))
+
+
+def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> Tiling:
+  """The tiles for a TPU that were measured to be fastest, else the first of `candidates`."""
+  args = (tokens, outputs, layout, itemsize)
+  found = tuned.tiles(Tiling, NAMES[transposed], *args)
+  if found is not None:
+    return dataclasses.replace(found, tokens=min(found.tokens, -(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS))
+  return candidates(*args, transposed)[0]
 
 
 # Programs that keep every core of a large GPU busy.
@@ -217,6 +232,30 @@ def _power(size: int) -> int:
 
 
 def choose_gpu(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> GpuTiling:
+  """The tiles for a GPU that were measured to be fastest, else the first of `candidates_gpu`."""
+  args = (tokens, outputs, layout, itemsize)
+  return tuned.tiles(GpuTiling, NAMES[transposed], *args) or candidates_gpu(*args, transposed)[0]
+
+
+def candidates_gpu(
+  tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool
+) -> tuple[GpuTiling, ...]:
+  """Tiles that a tuner may try on a GPU; the first is what is taken where nothing was measured.
+
+  Of the others each differs from it in one or two sizes, shares, warps or stages.
+  """
+  first = _heuristic(tokens, outputs, layout, itemsize, transposed)
+  wide = [(first.tokens, first.columns)]
+  wide += [(t, c) for t in (16, 32, 64, 128) for c in (32, 64, 128) if t <= max(LEAST, 2 * tokens)]
+  others = [
+    dataclasses.replace(first, tokens=t, columns=c, splits=max(1, splits), warps=warps, stages=stages)
+    for t, c in wide for splits in (first.splits, first.splits // 2, 2 * first.splits)
+    for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3))
+  ]  # fmt: skip
+  return tuple(dict.fromkeys((first, *others)))
+
+
+def _heuristic(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> GpuTiling:
   """Tiles for activations of `itemsize` bytes that registers hold, and enough of them to fill a GPU.
 
   A product of float32 runs outside the tensor cores and keeps its operands in registers, so its tiles are

@@ -294,7 +294,7 @@ def obstacle(layout: Layout) -> str | None:
   """Why no tile serves a layout, None if one does."""
   try:
     for transposed in (False, True):
-      tiling.choose(tiling.FEWEST_TOKENS, tiling.LANES, layout, 4, transposed)
+      tiling.candidates(tiling.FEWEST_TOKENS, tiling.LANES, layout, 4, transposed)
   except NotImplementedError as error:
     return str(error)
   return None
@@ -332,7 +332,7 @@ def _runs_of(x: jax.Array, layout: Layout, tiles: Tiling) -> tuple[list[jax.Arra
   return [x] * runs, [(block, lambda i, j, k, run=run: (i, run * each + k)) for run in range(runs)]
 
 
-@functools.partial(jax.jit, static_argnames=('layout', 'interpret'))
+@functools.partial(jax.jit, static_argnames=('layout', 'interpret', 'tiles'))
 def matmul(
   x: jax.Array,
   codes: jax.Array,
@@ -340,6 +340,7 @@ def matmul(
   offset: jax.Array | None,
   layout: Layout,
   interpret: Any = False,
+  tiles: Tiling | None = None,
 ) -> jax.Array:
   """x [M, K] · W [K, N] as float32 [M, N], as `reference.matmul` defines it.
 
@@ -350,13 +351,14 @@ def matmul(
     offset: float32 [blocks, N or 1], or None.
     layout: what the bytes mean.
     interpret: run on a CPU, True or `pltpu.InterpretParams`.
+    tiles: how it is cut; None is `tiling.choose`.
 
   Raises:
     NotImplementedError: no tile serves.
   """
   given, outputs = x.shape[0], codes.shape[1]
   x = _filled(x)
-  tiles = tiling.choose(x.shape[0], outputs, layout, x.dtype.itemsize, False)
+  tiles = tiles or tiling.choose(x.shape[0], outputs, layout, x.dtype.itemsize, False)
   operands, specs = _runs_of(x, layout, tiles)
   result = (x.shape[0], outputs), (tiles.tokens, tiles.columns), lambda i, j, k: (i, j)
   y = _call(
@@ -368,7 +370,7 @@ def matmul(
   return y[:given]
 
 
-@functools.partial(jax.jit, static_argnames=('layout', 'interpret'))
+@functools.partial(jax.jit, static_argnames=('layout', 'interpret', 'tiles'))
 def matmul_transposed(
   g: jax.Array,
   codes: jax.Array,
@@ -376,11 +378,12 @@ def matmul_transposed(
   offset: jax.Array | None,
   layout: Layout,
   interpret: Any = False,
+  tiles: Tiling | None = None,
 ) -> jax.Array:
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
   given, outputs = g.shape
   g = _filled(g)
-  tiles = tiling.choose(g.shape[0], outputs, layout, g.dtype.itemsize, True)
+  tiles = tiles or tiling.choose(g.shape[0], outputs, layout, g.dtype.itemsize, True)
   runs, length = tiles.runs(layout)
   specs = [((tiles.tokens, tiles.columns), lambda i, j, k: (i, k))]
   shape = (runs, g.shape[0], layout.planes * layout.rows // runs)

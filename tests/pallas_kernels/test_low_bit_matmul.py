@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -185,8 +184,7 @@ class TestTPU(Contract):
         given = draw(tokens, size, seed=1)
         wanted = getattr(reference, name)(given, *args)
         for cut in cuts:
-          with mock.patch.object(tiling, 'choose', lambda *_, cut=cut: cut):
-            found = self.products[name].__wrapped__(given, *args, interpret=True)
+          found = self.products[name](given, *args, interpret=True, tiles=cut)
           # Both add up the same products of numbers near 1 in float32.
           np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-4)
 
