@@ -17,7 +17,7 @@ SUBLANES, LANES, BYTE_SUBLANES = 8, 128, 32
 # Rows of bfloat16 that a register holds.
 FEWEST_TOKENS = 16
 # Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
-VMEM_BYTES = 44 * 2**20
+VMEM_BYTES = 46 * 2**20
 # What a step of the grid costs beside its work, in bytes that could be moved meanwhile: about a third of a
 # microsecond.
 STEP_BYTES = 2**18
@@ -27,8 +27,8 @@ DECODE_BYTES = 4
 STEP_TOKENS = 256
 # Blocks, rows of one long block and columns that are decoded at once, likewise.
 STEP_BLOCKS, STEP_ROWS, STEP_COLUMNS = 8, 256, 256
-# Of an axis that is summed, and of one that is not: what a tile may hold.
-MOST_SUMMED, MOST_COLUMNS = 16384, 2048
+# What a tile may hold of an axis.
+MOST = 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Tiling:
 def _row_cuts(layout: Layout) -> Iterator[int]:
   """Rows of a plane that a tile may hold; of one block they divide all, for its planes lie side by side."""
   m, whole = layout.rows_of_block, layout.rows
-  if layout.planes * whole <= MOST_SUMMED and not (layout.blocks == 1 and layout.bits == 3 and m > 1024):
+  if layout.planes * whole <= MOST and not (layout.blocks == 1 and layout.bits == 3 and m > 1024):
     yield whole
   if layout.blocks == 1 and layout.bits == 3:
     return
@@ -118,7 +118,7 @@ def _row_cuts(layout: Layout) -> Iterator[int]:
     return
   for count in (1, 2, 4, 8, 16, 32):
     rows = count * step
-    if rows < whole and (layout.blocks > 1 or whole % rows == 0) and layout.planes * rows <= MOST_SUMMED:
+    if rows < whole and (layout.blocks > 1 or whole % rows == 0) and layout.planes * rows <= MOST:
       yield rows
 
 
@@ -170,7 +170,7 @@ def candidates(
   whole = [-(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS] if tokens <= 2048 else []
   cuts = itertools.product(
     whole + [cut for cut in (2048, 1024, 512, 256) if cut < tokens],
-    _row_cuts(layout), _column_cuts(outputs, MOST_SUMMED), (False, True),
+    _row_cuts(layout), _column_cuts(outputs, MOST), (False, True),
   )  # fmt: skip
   tiles = [each for each in itertools.starmap(Tiling, cuts) if fits(each)]
   if not tiles:

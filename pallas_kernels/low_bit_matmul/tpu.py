@@ -92,6 +92,8 @@ class _Weight:
       count, whole, rows_of, inputs_of = tiles.rows // step, tiles.rows, 1, 1
     width = tiling.STEP_COLUMNS if tiles.columns % tiling.STEP_COLUMNS == 0 else tiles.columns
     width = tiling.LANES if width > 2 * tiling.STEP_COLUMNS else width
+    if tiles.columns % width:
+      raise ValueError(f'{tiles}: more than {2 * tiling.STEP_COLUMNS} columns must be a multiple of {width}')
     strips = tiles.columns // width
 
     def part(start: Any, size: int, strip: Any) -> None:
@@ -278,7 +280,7 @@ def _call(
     compiler_params=pltpu.CompilerParams(
       # A tile that is decoded once is met by the steps of one core.
       dimension_semantics=('parallel', 'arbitrary' if tiles.weight_stays else 'parallel', 'arbitrary'),
-      vmem_limit_bytes=tiling.VMEM_BYTES + 2**24,
+      vmem_limit_bytes=tiling.VMEM_BYTES + 14 * 2**20,
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * tokens * layout.blocks * layout.span * outputs,

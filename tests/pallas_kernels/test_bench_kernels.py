@@ -78,6 +78,13 @@ def test_several_adapters_move_each_array_once():
       assert found['bytes_least'] <= 1.2 * (2 * m * k + 8 * m * n + factors) + 2**19
 
 
+def test_products_with_few_bits_move_little_where_a_tpu_holds_the_result():
+  # A long summed axis: x does not fit into vector memory, the result does if it is held once.
+  for kernel, k, n in (('low_bit_matmul', 11008, 4096), ('low_bit_matmul_transposed', 4096, 11008)):
+    for each in ('nf4:block=64', 'int4:block=32', 'nf3:block=64', 'int8:axis=channel'):
+      assert kernel_cases.traffic(Case(kernel, each, (2048, k, n), 'v5e'))['bytes_over_least'] <= 1.1
+
+
 def test_what_a_chip_cannot_do_is_refused_with_what_does():
   shape = kernel_cases.SHAPES[0]
   for case, says in (
