@@ -3,7 +3,7 @@
   python -m experiments.train --config=configs/qlora_65b_2bit.py --config.model.path=path/to/llama-65b
 
 The argument is the number of tokens of a row. 2.13 bits a weight of a projection. Compiled for a v6e with
-kernels = pallas: 21.5 GiB of the device, and 2.5 of layer inputs in host memory. More rows than are taken
+kernels = pallas: 21.3 GiB of the device, and 2.5 of layer inputs in host memory. More rows than are taken
 at a time would need their gradients' sum as well: 23.5 GiB.
 
 Adapters start from what rounding lost (LoftQ), with the range of each block clipped to the least squared
