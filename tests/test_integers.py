@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, target
 from qjax import integers, kernels, ops
 from qjax.integers import Where
 from qjax.ops import Backward, Numerics
@@ -205,7 +205,7 @@ class _Device:
 def test_a_device_that_cannot_is_named(
   device: _Device, name: str, says: str, monkeypatch: pytest.MonkeyPatch
 ):
-  monkeypatch.setattr(dispatch, '_device', lambda: device)
+  monkeypatch.setattr(target, 'device', lambda: device)
   with pytest.raises(NotImplementedError, match=f"kernels = '{name}': .*{says}.*use kernels = 'auto'"):
     told(name)
   assert any(says in way or 'rocm' in way for ways in told('auto').values() for way in ways)
@@ -219,5 +219,5 @@ def test_a_device_that_cannot_is_named(
 def test_a_device_of_amd_is_no_gpu_of_the_table(
   device: _Device, platform: str, monkeypatch: pytest.MonkeyPatch
 ):
-  monkeypatch.setattr(dispatch, '_device', lambda: device)
+  monkeypatch.setattr(target, 'device', lambda: device)
   assert dispatch.target_platform() == platform

@@ -406,7 +406,8 @@ def test_what_would_make_it_fit_is_told(ended: dict[str, tuple[int, str, str]]) 
   out = ended['does not fit'][1]
   found = json.loads(out.splitlines()[-1])
   assert not found['fits'] and found['peak_gib'] > 200
-  assert out.index('micro_batch=1') < out.index('remat=full') < out.index('qlora')
+  # What saves nothing is not advised.
+  assert 'qlora' in out and '0.00 GiB' not in out.partition('what would make it fit')[2]
 
 
 def test_the_method_that_fits_is_named(ended: dict[str, tuple[int, str, str]]) -> None:

@@ -215,7 +215,7 @@ def test_a_damaged_model_is_refused_by_name(
 def test_an_existing_directory_and_a_stranger_are_refused(
   source: Source, rows: plain.Rows, tmp_path: Path
 ) -> None:
-  with pytest.raises(UserError, match='exists; give another'):
+  with pytest.raises(UserError, match='exists; have the model written elsewhere'):
     native.save(made(source, rows, recipe()), tmp_path)
   with pytest.raises(UserError, match=r'holds no model\.json'):
     native.load(tmp_path)
