@@ -143,6 +143,10 @@ def test_the_worst_matrices_are_trained_and_converted(directory: Directory) -> N
   directory.run(*train)
   trained = json.loads((run / 'record.json').read_text())['trained']
   assert trained['layers'] and all(path.startswith('slices/') for path in trained['leaves'])
+  whole = (run / 'record.json').read_text()
+  (run / 'record.json').write_text(json.dumps(json.loads(whole) | {'status': 'interrupted'}))
+  assert 'has not finished (interrupted)' in directory.run('convert', f'--run={run}', status=2)
+  (run / 'record.json').write_text(whole)
   assert 'held-out nll as trained' in directory.run('convert', f'--run={run}')
   assert 'exists' in directory.run('convert', f'--run={run}', status=2)
   assert 'no working directory of a run' in directory.run('convert', f'--run={where}', status=2)

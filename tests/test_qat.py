@@ -397,6 +397,8 @@ def test_distillation_pulls_to_the_model_as_it_was(home: Path):
     ('qat', dict(qat__weight_gradient='lsk'), "mean 'lsq'"),
     ('qat', dict(qat__momentum=1.0, qat__activations=STATIC, qat__activation_gradient='average'), 'momentum'),
     ('qat', dict(qat__start_step=-1), 'start_step'),
+    ('qat', dict(qat__start_step=12), 'nothing would be trained through a quantizer in 12 steps'),
+    ('qat', dict(qat__momentum=2.0), 'momentum = 2.0 must be'),
     (
       'qat',
       dict(qat__backward__dw='int8', qat__weights='none', qat__activations=TOKEN),

@@ -37,7 +37,7 @@ def add(
   """y [M, N] with the adapters' part added, float32, as above.
 
   All adapters are one factor of rank G·r, of which each row keeps its own r places: two plain products.
-  `jax.lax.ragged_dot` needs the rows sorted, and takes three to twenty times as long on a CPU.
+  `jax.lax.ragged_dot` needs the rows sorted, and takes 2.5 to 20 times as long on a CPU.
 
   Args:
     y: float32 [M, N].
