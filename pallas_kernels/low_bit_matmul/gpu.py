@@ -143,12 +143,14 @@ def _share(count: int, splits: int) -> tuple[Any, Any]:
   return start, jnp.minimum(start + each, count)
 
 
-def _low_rank(low: Any, b: Any, scale: float, index: tuple[Any, Any], masks: tuple[Any, Any], splits: int) -> Any:
+def _low_rank(
+  refs: tuple[Any, ...], scale: float, index: tuple[Any, Any], masks: tuple[Any, Any], splits: int
+) -> jax.Array:
   """The tile scale · low · B, zero but in the first share of a sum.
 
   It is what the sum begins with, so that no second tile is held beside it.
   """
-  (rows, n), (is_token, fits) = index, masks
+  (low, b), (rows, n), (is_token, fits) = refs, index, masks
   rank = b.shape[0]
   size = tiling.rank_tile(rank)
 
@@ -182,7 +184,7 @@ def _forward_kernel(x_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling, sc
   fits = None if outputs % tiles.columns == 0 else n < outputs
   total = jnp.zeros((tiles.tokens, tiles.columns), jnp.float32)
   if scale is not None:
-    total = _low_rank(*factors, scale, (rows, n), (is_token, fits), tiles.splits)
+    total = _low_rank(factors, scale, (rows, n), (is_token, fits), tiles.splits)
   start, end = _share(tiles.row_tiles(layout), tiles.splits)
   total = jax.lax.fori_loop(start, end, add, total)
   _store(y_ref, (rows[:, None], n[None, :]), total, _both(_column(is_token), _row(fits)))

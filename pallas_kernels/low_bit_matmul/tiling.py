@@ -105,7 +105,8 @@ class Tiling:
     reads_w = down if down > 1 and (cuts > 1 or not self.weight_stays) else 1
     weight = layout.nbytes(outputs)
     # x·A comes again with each tile across where those of x follow each other, else B with each tile of x.
-    reads_low, reads_b = (across if down > 1 else 1, 1) if self.weight_stays else (1, down if across > 1 else 1)
+    reads_low = across if self.weight_stays and down > 1 else 1
+    reads_b = down if not self.weight_stays and across > 1 else 1
     factors = (reads_low * tokens + reads_b * outputs) * rank * itemsize
     return reads_x * tokens * summed * itemsize + reads_w * weight + 4 * tokens * kept + factors
 

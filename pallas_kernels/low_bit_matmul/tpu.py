@@ -190,10 +190,10 @@ class _Adapter:
       terms.append(_dot(each, ref[...] if end is None else _ended(ref[...], 1, *end), (1, 1)))
     _add(self.total, (rows, slice(None)), sum(terms[1:], terms[0]), cuts)
 
-  def term(self, rows: Any) -> jax.Array:
-    """scale · (x·A) · B, once all inputs of these rows were met; x·A is rounded as it is elsewhere."""
+  def add(self, y_ref: Any, rows: Any) -> None:
+    """Adds scale · (x·A) · B to rows that met all inputs; x·A is rounded to the dtype of x first."""
     low = (self._given[0] if self.total is None else self.total)[rows, :]
-    return self.scale * _dot(low.astype(self._b.dtype), self._b[...], (1, 0))
+    y_ref[rows, :] += self.scale * _dot(low.astype(self._b.dtype), self._b[...], (1, 0))
 
 
 def _forward_kernel(
@@ -221,11 +221,9 @@ def _forward_kernel(
     if adapter is not None:
       adapter.meet(rows, x, (first, inputs) if is_ragged else None, grid[2])
 
-  def finish(rows: Any) -> None:
-    y_ref[rows, :] += adapter.term(rows)
-
   _walk_rows(tiles.tokens, work)
   if adapter is not None:
+    finish = functools.partial(adapter.add, y_ref)
     pl.when(pl.program_id(2) == grid[2] - 1)(lambda: _walk_rows(tiles.tokens, finish))
 
 
