@@ -37,7 +37,8 @@ def noting() -> Iterator[Notes]:
   """By what each product of a program that is traced meanwhile is computed.
 
   Keys are (path of the weight, product): 'forward', 'adapter' (where it is added in the same pass), 'dx' (the
-  gradient of the input), 'dw' (of the weight) or 'inputs' (their quantization). Values name a kernel, 'pallas_tpu: int8_matmul', or say 'xla: ' and why.
+  gradient of the input), 'dw' (of the weight) or 'inputs' (their quantization). Values name a kernel,
+  'pallas_tpu: int8_matmul', or say 'xla: ' and why.
   """
   outer, notes = _NOTES.get(), Notes()
   token = _NOTES.set(notes)
@@ -187,7 +188,7 @@ def multiply(
     per_block = of_scale = PartitionSpec(blocks, None)
   part = dataclasses.replace(layout, inputs=w.inputs // sharding.axis_size(mesh, k_axes))
 
-  of_adapter = None
+  of_adapter: Any = None
   if adapter is not None:
     # x·A is the whole sum over inputs; where those are split, one device adds the adapter.
     adapter = adapter if summed is None else dataclasses.replace(adapter, a=None)

@@ -509,12 +509,11 @@ def _raise_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tup
 _raise.defvjp(_raise_fwd, _raise_bwd)
 
 
-def _adds(w: Projected, adapter: Any, scheme: ActivationScheme, plan: _Plan) -> bool:
-  """Whether a kernel multiplies by w and adds the adapter to the result before it is written."""
-  if not isinstance(w, QTensor) or not isinstance(adapter, Adapter) or not scheme.is_none:
+def _adds(w: QTensor, scheme: ActivationScheme, plan: _Plan) -> bool:
+  """Whether a kernel multiplies by w, and may add an adapter before it writes the result."""
+  if not scheme.is_none or plan.policy.accum != jnp.float32:
     return False
-  is_wide = plan.policy.accum == jnp.float32
-  return is_wide and kernels.choose(w, plan.policy.compute, plan.implementation) is not None
+  return kernels.choose(w, plan.policy.compute, plan.implementation) is not None
 
 
 def _with_adapter(
@@ -535,16 +534,17 @@ def _adapted(
 ) -> jax.Array:
   """x·w + s·low·B [..., N] in float32 by one kernel, for low = x·A [..., r].
 
-  Where no gradient is wanted the kernel may have x·A by itself from Aᵀ [r, K]. The gradient of B needs it, and
-  all adapters that read x share its product.
+  Where no gradient is wanted the kernel may have x·A by itself from Aᵀ [r, K]. The gradient of B needs low,
+  which all adapters that read x have from one product.
   """
   return _with_adapter(x, w, low, b, a, scale, plan)
 
 
-def _adapted_fwd(x: Any, w: Any, low: Any, b: Any, a: Any, scale: float, plan: _Plan) -> tuple[jax.Array, Any]:
+def _adapted_fwd(
+  x: Any, w: Any, low: Any, b: Any, a: Any, scale: float, plan: _Plan
+) -> tuple[jax.Array, Any]:
   del a
-  is_perturbed = lambda p: hasattr(p, 'perturbed')
-  w, low, b = jax.tree.map(lambda p: p.value, (w, low, b), is_leaf=is_perturbed)
+  w, low, b = jax.tree.map(lambda p: p.value, (w, low, b), is_leaf=lambda p: hasattr(p, 'perturbed'))
   facts = _Facts(False, x.perturbed, False, jax.ShapeDtypeStruct(x.value.shape, x.value.dtype))
   return _with_adapter(x.value, w, low, b, None, scale, plan), (w, low, b, _Static(facts))
 
@@ -647,7 +647,7 @@ def dot(
     backward = numerics.backward
     integers.check_backward(backward, scheme, path, w.scheme, w.shape)
   plan = _Plan(policy, backward=backward, implementation=numerics.implementation, path=path)
-  if _adds(w, adapter, scheme, plan):
+  if isinstance(w, QTensor) and isinstance(adapter, Adapter) and _adds(w, scheme, plan):
     low = _lowered(x, adapter, dropout_key, policy) if low is None else low
     a = None if dropout_key is not None and adapter.dropout > 0 else adapter.a
     y, adapter = _adapted(x, w, low, adapter.b, a, adapter.scale, plan), None

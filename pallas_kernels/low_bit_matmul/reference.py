@@ -1,6 +1,7 @@
 """The answer: decode the whole weight, then multiply."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,14 @@ class LowRank:
       `low` is no product of this x, or only a part of the sum is.
   """
 
-  low: jax.Array
-  b: jax.Array
+  low: Any
+  b: Any
   scale: float = dataclasses.field(metadata={'static': True})
-  a: jax.Array | None = None
+  a: Any = None
 
   @property
   def rank(self) -> int:
+    """r."""
     return self.b.shape[0]
 
 
