@@ -48,7 +48,7 @@ def _levels(code: jax.Array, layout: Layout) -> jax.Array:
   def look(codes: jax.Array) -> jax.Array:
     within = codes & (tiling.SUBLANES - 1) if len(eights) > 1 else codes
     found = [jnp.take_along_axis(eight, within, axis=0, mode='promise_in_bounds') for eight in eights]
-    return found[0] if len(found) == 1 else jnp.where(codes < tiling.SUBLANES, *found)
+    return found[0] if len(found) == 1 else jnp.where(codes < tiling.SUBLANES, found[0], found[1])
 
   tall, wide = range(0, rows, tiling.SUBLANES), range(0, columns, tiling.LANES)
   pieces = [
