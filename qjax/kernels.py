@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from pallas_kernels import dispatch
@@ -22,6 +23,7 @@ from pallas_kernels.grouped_adapter import reference
 from pallas_kernels.grouped_adapter.tiling import Sizes
 from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul.layout import Layout, Scales
+from pallas_kernels.low_bit_matmul.reference import LowRank
 from qjax import sharding
 from qjax.quant.qtensor import DQ_GROUP, DoubleQuantized, QTensor, per_column
 
@@ -34,8 +36,8 @@ _NOTES: ContextVar[Notes | None] = ContextVar('notes', default=None)
 def noting() -> Iterator[Notes]:
   """By what each product of a program that is traced meanwhile is computed.
 
-  Keys are (path of the weight, product): 'forward', 'dx' (the gradient of the input), 'dw' (of the weight) or
-  'inputs' (their quantization). Values name a kernel, 'pallas_tpu: int8_matmul', or say 'xla: ' and why.
+  Keys are (path of the weight, product): 'forward', 'adapter' (where it is added in the same pass), 'dx' (the
+  gradient of the input), 'dw' (of the weight) or 'inputs' (their quantization). Values name a kernel, 'pallas_tpu: int8_matmul', or say 'xla: ' and why.
   """
   outer, notes = _NOTES.get(), Notes()
   token = _NOTES.set(notes)
@@ -129,7 +131,12 @@ def explain(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | str:
 
 
 def multiply(
-  x: jax.Array, w: QTensor, kernels: str, path: str | None, transposed: bool = False
+  x: jax.Array,
+  w: QTensor,
+  kernels: str,
+  path: str | None,
+  transposed: bool = False,
+  adapter: LowRank | None = None,
 ) -> jax.Array | None:
   """x [..., K] · w [K, N], or x [..., N] · wᵀ, as float32; None where XLA is to multiply.
 
@@ -139,6 +146,7 @@ def multiply(
     kernels: 'auto' or a name in `dispatch.KERNELS`.
     path: of the weight, which says how it is split over a mesh; None is not at all.
     transposed: whether w is.
+    adapter: what is added to x · w, its x·A [..., r], in the compute dtype.
 
   Raises:
     NotImplementedError: as `choose`.
@@ -148,14 +156,18 @@ def multiply(
   kernel = choice.product('matmul_transposed' if transposed else 'matmul')
   layout = layout_of(w)
 
-  def product(layout: Layout, x: jax.Array, *weight: Any) -> jax.Array:
-    y = kernel(x.reshape(-1, x.shape[-1]), *weight, layout, interpret=choice.interpret)
+  def product(layout: Layout, x: jax.Array, adapter: LowRank | None, *weight: Any) -> jax.Array:
+    more = {}
+    if adapter is not None:
+      low = adapter.low.reshape(-1, adapter.rank)
+      more['adapter'] = dataclasses.replace(adapter, low=low)
+    y = kernel(x.reshape(-1, x.shape[-1]), *weight, layout, interpret=choice.interpret, **more)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
   codes, scale, offset = arrays_of(w)
   mesh = jax.sharding.get_abstract_mesh()
   if not is_split():
-    return product(layout, x, codes, scale, offset)
+    return product(layout, x, adapter, codes, scale, offset)
 
   k_axes, n_axes = _axes(path, w, layout, mesh)
   summed, kept = (n_axes, k_axes) if transposed else (k_axes, n_axes)
@@ -175,19 +187,33 @@ def multiply(
     per_block = of_scale = PartitionSpec(blocks, None)
   part = dataclasses.replace(layout, inputs=w.inputs // sharding.axis_size(mesh, k_axes))
 
-  def on_each(x: jax.Array, *weight: Any) -> jax.Array:
-    y = product(part, x, *weight)
-    return y if summed is None else jax.lax.psum(y, summed)
+  of_adapter = None
+  if adapter is not None:
+    # x·A is the whole sum over inputs; where those are split, one device adds the adapter.
+    adapter = adapter if summed is None else dataclasses.replace(adapter, a=None)
+    of_adapter = dataclasses.replace(
+      adapter, low=PartitionSpec(*lead, None), b=PartitionSpec(None, n_axes),
+      a=None if adapter.a is None else PartitionSpec(),
+    )  # fmt: skip
+
+  def on_each(x: jax.Array, adapter: LowRank | None, *weight: Any) -> jax.Array:
+    if summed is None:
+      return product(part, x, adapter, *weight)
+    if adapter is not None:
+      is_first = jax.lax.axis_index(summed) == 0
+      low = jnp.where(is_first, adapter.low, jnp.zeros((), adapter.low.dtype))
+      adapter = dataclasses.replace(adapter, low=low)
+    return jax.lax.psum(product(part, x, adapter, *weight), summed)
 
   return jax.shard_map(
     on_each,
     in_specs=(
-      PartitionSpec(*lead, summed), PartitionSpec(k_axes, n_axes), of_scale,
+      PartitionSpec(*lead, summed), of_adapter, PartitionSpec(k_axes, n_axes), of_scale,
       None if offset is None else per_block,
     ),
     out_specs=PartitionSpec(*lead, kept),
     check_vma=False,
-  )(x, codes, scale, offset)  # fmt: skip
+  )(x, adapter, codes, scale, offset)  # fmt: skip
 
 
 def add_adapters(

@@ -30,6 +30,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import dispatch
+from pallas_kernels.low_bit_matmul.reference import LowRank
 from qjax import integers, kernels, trees
 from qjax.adapters import Adapter, GroupedAdapter
 from qjax.errors import UserError, nearest
@@ -508,6 +509,67 @@ def _raise_bwd(scale: float, policy: Policy, residual: Any, g: jax.Array) -> tup
 _raise.defvjp(_raise_fwd, _raise_bwd)
 
 
+def _adds(w: Projected, adapter: Any, scheme: ActivationScheme, plan: _Plan) -> bool:
+  """Whether a kernel multiplies by w and adds the adapter to the result before it is written."""
+  if not isinstance(w, QTensor) or not isinstance(adapter, Adapter) or not scheme.is_none:
+    return False
+  is_wide = plan.policy.accum == jnp.float32
+  return is_wide and kernels.choose(w, plan.policy.compute, plan.implementation) is not None
+
+
+def _with_adapter(
+  x: jax.Array, w: QTensor, low: jax.Array, b: jax.Array, a: jax.Array | None, scale: float, plan: _Plan
+) -> jax.Array:
+  compute = plan.policy.compute
+  for product in ('forward', 'adapter'):
+    plan.note(product, kernels.explain(w, compute, plan.implementation))
+  adapter = LowRank(low, b.astype(compute), scale, None if a is None else a.astype(compute))
+  y = kernels.multiply(x.astype(compute), w, plan.implementation, plan.path, adapter=adapter)
+  assert y is not None
+  return y
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _adapted(
+  x: jax.Array, w: QTensor, low: jax.Array, b: jax.Array, a: jax.Array | None, scale: float, plan: _Plan
+) -> jax.Array:
+  """x·w + s·low·B [..., N] in float32 by one kernel, for low = x·A [..., r].
+
+  Where no gradient is wanted the kernel may have x·A by itself from Aᵀ [r, K]. The gradient of B needs it, and
+  all adapters that read x share its product.
+  """
+  return _with_adapter(x, w, low, b, a, scale, plan)
+
+
+def _adapted_fwd(x: Any, w: Any, low: Any, b: Any, a: Any, scale: float, plan: _Plan) -> tuple[jax.Array, Any]:
+  del a
+  is_perturbed = lambda p: hasattr(p, 'perturbed')
+  w, low, b = jax.tree.map(lambda p: p.value, (w, low, b), is_leaf=is_perturbed)
+  facts = _Facts(False, x.perturbed, False, jax.ShapeDtypeStruct(x.value.shape, x.value.dtype))
+  return _with_adapter(x.value, w, low, b, None, scale, plan), (w, low, b, _Static(facts))
+
+
+def _adapted_bwd(scale: float, plan: _Plan, residual: Any, g: Any) -> tuple[Any, ...]:
+  w, low, b, static = residual
+  if isinstance(g, SymbolicZero):
+    return None, None, None, None, None
+  dx, *_ = _matmul_bwd(plan, (None, w, None, None, static), g)
+  d_low, d_b = _raise_bwd(scale, plan.policy, (low, b), g)
+  return dx, None, d_low, d_b, None
+
+
+_adapted.defvjp(_adapted_fwd, _adapted_bwd, symbolic_zeros=True)
+
+
+def _lowered(x: jax.Array, adapter: Adapter, dropout_key: jax.Array | None, policy: Policy) -> jax.Array:
+  """x·A [..., r] of one adapter, with inputs dropped if there is a key."""
+  if dropout_key is not None and adapter.dropout > 0:
+    keep = jax.random.bernoulli(dropout_key, 1 - adapter.dropout, x.shape)
+    x = jnp.where(keep, x / jnp.asarray(1 - adapter.dropout, x.dtype), jnp.zeros((), x.dtype))
+  (low,) = lower(x, (adapter.a,), policy)
+  return low
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _add_each(y: jax.Array, x: jax.Array, adapter: GroupedAdapter, numerics: Numerics) -> jax.Array:
   """y [B, ..., N] in `policy.accum` with the adapters of its rows added."""
@@ -585,7 +647,11 @@ def dot(
     backward = numerics.backward
     integers.check_backward(backward, scheme, path, w.scheme, w.shape)
   plan = _Plan(policy, backward=backward, implementation=numerics.implementation, path=path)
-  if scheme.is_none:
+  if _adds(w, adapter, scheme, plan):
+    low = _lowered(x, adapter, dropout_key, policy) if low is None else low
+    a = None if dropout_key is not None and adapter.dropout > 0 else adapter.a
+    y, adapter = _adapted(x, w, low, adapter.b, a, adapter.scale, plan), None
+  elif scheme.is_none:
     y = _matmul(x, w, None, rounding_key, plan)
   else:
     if scheme.is_static and high is None:
@@ -600,13 +666,8 @@ def dot(
     y = _matmul(x, w, high if scheme.is_static else None, rounding_key, plan)
   if isinstance(adapter, GroupedAdapter):
     y, adapter = _add_each(y, x, adapter, numerics), None
-  if adapter is not None and low is None:
-    z = x
-    if dropout_key is not None and adapter.dropout > 0:
-      keep = jax.random.bernoulli(dropout_key, 1 - adapter.dropout, x.shape)
-      z = jnp.where(keep, x / jnp.asarray(1 - adapter.dropout, x.dtype), jnp.zeros((), x.dtype))
-    (low,) = lower(z, (adapter.a,), policy)
-  if adapter is not None and low is not None:
+  if adapter is not None:
+    low = _lowered(x, adapter, dropout_key, policy) if low is None else low
     y = y + _raise(low, adapter.b, adapter.scale, policy)
   if bias is not None:
     y = y + bias.astype(policy.accum)

@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul import tiling
 from pallas_kernels.low_bit_matmul.layout import DoubleQuantized, Layout, Scales
+from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.low_bit_matmul.tiling import GpuTiling
 
 
@@ -142,8 +143,31 @@ def _share(count: int, splits: int) -> tuple[Any, Any]:
   return start, jnp.minimum(start + each, count)
 
 
-def _forward_kernel(x_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) -> None:
-  *weight_refs, y_ref = refs
+def _low_rank(
+  refs: tuple[Any, ...], scale: float, index: tuple[Any, Any], masks: tuple[Any, Any], splits: int
+) -> jax.Array:
+  """The tile scale · low · B, zero but in the first share of a sum.
+
+  It is what the sum begins with, so that no second tile is held beside it.
+  """
+  (low, b), (rows, n), (is_token, fits) = refs, index, masks
+  rank = b.shape[0]
+  size = tiling.rank_tile(rank)
+
+  def add(step: Any, total: jax.Array) -> jax.Array:
+    r = step * size + jnp.arange(size, dtype=jnp.int32)
+    exists = None if rank % size == 0 else r < rank
+    left = _load(low, (rows[:, None], r[None, :]), _both(_column(is_token), _row(exists)))
+    return total + _dot(left, _load(b, (r[:, None], n[None, :]), _both(_column(exists), _row(fits))))
+
+  steps: Any = pl.cdiv(rank, size)
+  if splits > 1:
+    steps *= (pl.program_id(2) == 0).astype(jnp.int32)
+  return scale * jax.lax.fori_loop(0, steps, add, jnp.zeros((rows.size, n.size), jnp.float32))
+
+
+def _forward_kernel(x_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling, scale: float | None) -> None:
+  factors, (*weight_refs, y_ref) = (refs[:0], refs) if scale is None else (refs[:2], refs[2:])
   tokens, outputs = y_ref.shape[1:]
   weight = _Weight(weight_refs, layout, tiles, outputs)
   rows, is_token = _token_rows(tokens, tiles)
@@ -157,9 +181,12 @@ def _forward_kernel(x_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) ->
       total += _dot(x, w)
     return total
 
-  start, end = _share(tiles.row_tiles(layout), tiles.splits)
-  total = jax.lax.fori_loop(start, end, add, jnp.zeros((tiles.tokens, tiles.columns), jnp.float32))
   fits = None if outputs % tiles.columns == 0 else n < outputs
+  total = jnp.zeros((tiles.tokens, tiles.columns), jnp.float32)
+  if scale is not None:
+    total = _low_rank(factors, scale, (rows, n), (is_token, fits), tiles.splits)
+  start, end = _share(tiles.row_tiles(layout), tiles.splits)
+  total = jax.lax.fori_loop(start, end, add, total)
   _store(y_ref, (rows[:, None], n[None, :]), total, _both(_column(is_token), _row(fits)))
 
 
@@ -201,22 +228,23 @@ def obstacle(layout: Layout) -> str | None:
 
 def _call(
   kernel: Any, x: jax.Array, weight: list[jax.Array], width: int, grid: tuple[int, int], layout: Layout,
-  tiles: GpuTiling, interpret: bool, name: str,
+  tiles: GpuTiling, interpret: bool, name: str, factors: tuple[jax.Array, ...] = (),
 ) -> jax.Array:  # fmt: skip
-  """The sum over splits of what the programs write, float32 [M, width]."""
-  tokens, outputs = x.shape[0], weight[0].shape[1]
-  moved = sum(each.size * each.dtype.itemsize for each in (x, *weight)) + 4 * tokens * width
+  """The sum over splits of what the programs write, float32 [M, width]; `factors` are x·A and B."""
+  tokens, outputs, rank = x.shape[0], weight[0].shape[1], factors[1].shape[0] if factors else 0
+  read = (x, *factors, *weight)
+  moved = sum(each.size * each.dtype.itemsize for each in read) + 4 * tokens * width
   shares = pl.pallas_call(
     functools.partial(kernel, layout=layout, tiles=tiles),
     grid=(pl.cdiv(tokens, tiles.tokens), *grid),
     out_shape=jax.ShapeDtypeStruct((tiles.splits, tokens, width), jnp.float32),
     compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
     cost_estimate=pl.CostEstimate(
-      flops=2 * tokens * layout.inputs * outputs, bytes_accessed=moved, transcendentals=0
+      flops=2 * tokens * (layout.inputs + rank) * outputs, bytes_accessed=moved, transcendentals=0
     ),
     interpret=interpret,
     name=name,
-  )(x, *weight)
+  )(*read)
   return jnp.sum(shares, axis=0)
 
 
@@ -236,8 +264,11 @@ def matmul(
   layout: Layout,
   interpret: bool = False,
   tiles: GpuTiling | None = None,
+  adapter: LowRank | None = None,
 ) -> jax.Array:
   """x [M, K] · W [K, N] as float32 [M, N], as `reference.matmul` defines it.
+
+  x·A is read, never computed here: each program would read all of A for it, as many bytes as of its weights.
 
   Args:
     x: bfloat16, float16 or float32.
@@ -247,12 +278,15 @@ def matmul(
     layout: what the bytes mean.
     interpret: run on a CPU.
     tiles: how it is cut; None is `tiling.choose_gpu`.
+    adapter: what is added to the product.
   """
   outputs = codes.shape[1]
   tiles = tiles or tiling.choose_gpu(x.shape[0], outputs, layout, x.dtype.itemsize, transposed=False)
   grid = (pl.cdiv(outputs, tiles.columns), tiles.splits)
   weight = _arrays(codes, scale, offset, layout)
-  return _call(_forward_kernel, x, weight, outputs, grid, layout, tiles, interpret, 'low_bit_matmul')
+  factors = () if adapter is None else (adapter.low, adapter.b)
+  kernel = functools.partial(_forward_kernel, scale=None if adapter is None else adapter.scale)
+  return _call(kernel, x, weight, outputs, grid, layout, tiles, interpret, 'low_bit_matmul', factors)
 
 
 @functools.partial(jax.jit, static_argnames=('layout', 'interpret', 'tiles'))

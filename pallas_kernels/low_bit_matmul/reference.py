@@ -1,9 +1,34 @@
 """The answer: decode the whole weight, then multiply."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.low_bit_matmul.layout import Layout, Scales, codes_of, level_of, read_scales
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+  """What an adapter adds to a product: scale · (x·A) · B.
+
+  Attributes:
+    low: x·A [M, r], in the dtype of x.
+    b: B [r, N], in it.
+    scale: static.
+    a: Aᵀ [r, K] in it, for a kernel that has x·A in the same pass over x; then nothing reads `low`. None if
+      `low` is no product of this x, or only a part of the sum is.
+  """
+
+  low: jax.Array
+  b: jax.Array
+  scale: float = dataclasses.field(metadata={'static': True})
+  a: jax.Array | None = None
+
+  @property
+  def rank(self) -> int:
+    return self.b.shape[0]
 
 
 def dequantize(codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: Layout) -> jax.Array:
@@ -20,11 +45,23 @@ def dequantize(codes: jax.Array, scale: Scales, offset: jax.Array | None, layout
 
 
 def matmul(
-  x: jax.Array, codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: Layout
+  x: jax.Array,
+  codes: jax.Array,
+  scale: Scales,
+  offset: jax.Array | None,
+  layout: Layout,
+  adapter: LowRank | None = None,
 ) -> jax.Array:
-  """x [M, K] · W [K, N] as float32 [M, N]; W is rounded to the dtype of x, products add up in float32."""
-  w = dequantize(codes, scale, offset, layout).astype(x.dtype)
-  return jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+  """x [M, K] · W [K, N] as float32 [M, N], with what an adapter adds.
+
+  W is rounded to the dtype of x, products add up in float32.
+  """
+  y = _dot(x, dequantize(codes, scale, offset, layout).astype(x.dtype))
+  return y if adapter is None else y + adapter.scale * _dot(adapter.low, adapter.b)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+  return jax.lax.dot(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def matmul_transposed(

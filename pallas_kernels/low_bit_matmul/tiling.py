@@ -78,8 +78,10 @@ class Tiling:
     down, across, cuts = grid
     return 1 + (down > 1 or cuts > 1), 1 + (across > 1 or cuts > 1), 1 + (down > 1 or across > 1)
 
-  def held(self, grid: tuple[int, int, int], layout: Layout, itemsize: int, transposed: bool) -> int:
-    """Bytes of vector memory."""
+  def held(
+    self, grid: tuple[int, int, int], layout: Layout, itemsize: int, transposed: bool, rank: int = 0
+  ) -> int:
+    """Bytes of vector memory; of an adapter those of x·A, of A and of B."""
     runs, length = self.runs(layout)
     inputs, (of_x, of_w, of_y) = runs * length, self.copies(grid)
     summed, kept = (self.columns, inputs) if transposed else (inputs, self.columns)
@@ -87,9 +89,14 @@ class Tiling:
     weight = self.byte_rows(layout) * self.columns + 2 * scales
     decoding = 6 * 4 * max(STEP_BLOCKS * layout.span if layout.blocks > 1 else 0, STEP_ROWS) * STEP_COLUMNS
     decoded = inputs * self.columns * itemsize
-    return self.tokens * (of_x * summed * itemsize + of_y * kept * 4) + of_w * weight + decoded + decoding
+    wide, tall = -(-rank // LANES) * LANES, -(-rank // FEWEST_TOKENS) * FEWEST_TOKENS
+    factors = 2 * (self.tokens * wide * 4 + tall * (inputs + self.columns) * itemsize)
+    rows = self.tokens * (of_x * summed * itemsize + of_y * kept * 4)
+    return rows + of_w * weight + decoded + decoding + factors
 
-  def moved(self, tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> int:
+  def moved(
+    self, tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool, rank: int = 0
+  ) -> int:
     """Bytes between a TPU's memories: tiles that come again in a row stay where they are."""
     down, across, cuts = self.grid(tokens, outputs, layout, transposed)
     k = layout.blocks * layout.span
@@ -97,7 +104,19 @@ class Tiling:
     reads_x = across if across > 1 and (cuts > 1 or self.weight_stays) else 1
     reads_w = down if down > 1 and (cuts > 1 or not self.weight_stays) else 1
     weight = layout.nbytes(outputs)
-    return reads_x * tokens * summed * itemsize + reads_w * weight + 4 * tokens * kept
+    # x·A comes again with each tile across where those of x follow each other, else B with each tile of x.
+    reads_low = across if self.weight_stays and down > 1 else 1
+    reads_b = down if not self.weight_stays and across > 1 else 1
+    factors = (reads_low * tokens + reads_b * outputs) * rank * itemsize
+    return reads_x * tokens * summed * itemsize + reads_w * weight + 4 * tokens * kept + factors
+
+  def lowers(self, grid: tuple[int, int, int], layout: Layout) -> bool:
+    """Whether x·A may be had in the pass over x: one tile holds the whole result, so that x passes once.
+
+    Of more tiles across, those on another core would each need all of x·A. Rows are few, those of decoding,
+    for the columns of A fill little of a product of registers; and no input is multiplied elsewhere.
+    """
+    return grid[:2] == (1, 1) and self.tokens <= STEP_TOKENS and layout.tail is None
 
   def decodes(self, grid: tuple[int, int, int]) -> int:
     """How often a code is decoded."""
@@ -132,7 +151,7 @@ def _column_cuts(outputs: int, most: int) -> Iterator[int]:
 
 @functools.cache
 def candidates(
-  tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool
+  tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool, rank: int = 0
 ) -> tuple[Tiling, ...]:
   """Tiles for a TPU, what costs least first: bytes moved, steps, codes decoded, and first tiles, unhidden.
 
@@ -142,6 +161,7 @@ def candidates(
     layout: what the bytes mean.
     itemsize: bytes of an element of x.
     transposed: whether the product is that with the transposed weight.
+    rank: of an adapter that is added, 0 for none.
 
   Raises:
     NotImplementedError: no tile that a TPU can address and hold serves.
@@ -160,12 +180,12 @@ def candidates(
     first = tiles.byte_rows(layout) * tiles.columns
     first += tiles.tokens * (itemsize * (tiles.columns if transposed else inputs))
     codes = layout.blocks * layout.span * outputs
-    moved = tiles.moved(tokens, outputs, layout, itemsize, transposed)
+    moved = tiles.moved(tokens, outputs, layout, itemsize, transposed, rank)
     return moved + first + STEP_BYTES * math.prod(grid) + DECODE_BYTES * tiles.decodes(grid) * codes
 
   def fits(tiles: Tiling) -> bool:
     grid = tiles.grid(tokens, outputs, layout, transposed)
-    return tiles.held(grid, layout, itemsize, transposed) <= VMEM_BYTES
+    return tiles.held(grid, layout, itemsize, transposed, rank) <= VMEM_BYTES
 
   whole = [-(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS] if tokens <= 2048 else []
   cuts = itertools.product(
@@ -178,13 +198,21 @@ def candidates(
   return tuple(sorted(tiles, key=cost))
 
 
-def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> Tiling:
-  """The tiles for a TPU that were measured to be fastest, else the first of `candidates`."""
+def choose(
+  tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool, rank: int = 0
+) -> Tiling:
+  """The tiles for a TPU that were measured to be fastest, else the first of `candidates`.
+
+  An adapter was not measured; tiles that leave no room for it are not taken.
+  """
   args = (tokens, outputs, layout, itemsize)
   found = tuned.tiles(Tiling, NAMES[transposed], *args)
   if found is not None:
-    return dataclasses.replace(found, tokens=min(found.tokens, -(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS))
-  return candidates(*args, transposed)[0]
+    found = dataclasses.replace(found, tokens=min(found.tokens, -(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS))
+    grid = found.grid(tokens, outputs, layout, transposed)
+    if not rank or found.held(grid, layout, itemsize, transposed, rank) <= VMEM_BYTES:
+      return found
+  return candidates(*args, transposed, rank)[0]
 
 
 # Programs that keep every core of a large GPU busy.
@@ -224,6 +252,11 @@ class GpuTiling:
   def is_exact(self, layout: Layout) -> bool:
     """Whether no tile of a whole block reaches beyond the block's inputs."""
     return layout.rows_of_block % self.rows == 0 and layout.span % layout.planes == 0
+
+
+def rank_tile(rank: int) -> int:
+  """Terms of the sum over the rank of an adapter that one step of a GPU's program takes."""
+  return min(64, max(LEAST, _power(rank)))
 
 
 def _power(size: int) -> int:

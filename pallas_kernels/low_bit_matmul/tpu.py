@@ -6,6 +6,7 @@ Where a tile comes again at the next step of the grid it is not decoded again. T
 of the grid, in float32, in the tile of the result.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul import reference, tiling
 from pallas_kernels.low_bit_matmul.layout import DoubleQuantized, Layout, Scales, read_scales
+from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.low_bit_matmul.tiling import Tiling
 
 
@@ -198,9 +200,42 @@ def _decode_if_new(weight: _Weight, grid: tuple[int, int, int], first: tuple[Any
     weight.decode(first)
 
 
-def _forward_kernel(*refs: Any, layout: Layout, tiles: Tiling, grid: tuple[int, int, int]) -> None:
+class _Adapter:
+  """What an adapter adds to a tile of the result: references to x·A or to runs of A, and to B.
+
+  Attributes:
+    scale: s.
+    total: float32 [tokens, r], where x·A adds up; None if it is there.
+  """
+
+  def __init__(self, refs: list[Any], scale: float, total: Any) -> None:
+    *self._given, self._b = refs
+    self.scale, self.total = scale, total
+
+  def meet(self, rows: Any, x: list[jax.Array], end: tuple[Any, int] | None, cuts: int) -> None:
+    """Adds the terms of x·A that runs of x give, whose inputs begin and end at `end`."""
+    if self.total is None:
+      return
+    terms = []
+    for each, ref in zip(x, self._given, strict=True):
+      terms.append(_dot(each, ref[...] if end is None else _ended(ref[...], 1, *end), (1, 1)))
+    _add(self.total, (rows, slice(None)), sum(terms[1:], terms[0]), cuts)
+
+  def add(self, y_ref: Any, rows: Any) -> None:
+    """Adds scale · (x·A) · B to rows that met all inputs; x·A is rounded to the dtype of x first."""
+    low = (self._given[0] if self.total is None else self.total)[rows, :]
+    y_ref[rows, :] += self.scale * _dot(low.astype(self._b.dtype), self._b[...], (1, 0))
+
+
+def _forward_kernel(
+  *refs: Any, layout: Layout, tiles: Tiling, grid: tuple[int, int, int], s: float | None, lowers: bool
+) -> None:
   runs = tiles.runs(layout)[0]
-  x_refs, (*weight_refs, y_ref), scratch = _taken_apart(refs, runs, layout)
+  count = 0 if s is None else 1 + (runs if lowers else 1)
+  refs, total_low = (refs[:-1], refs[-1]) if lowers else (refs, None)
+  read, (*weight_refs, y_ref), scratch = _taken_apart(refs, runs + count, layout)
+  x_refs = read[:runs]
+  adapter = None if s is None else _Adapter(read[runs:], s, total_low)
   inputs = layout.blocks * layout.span
   is_ragged = layout.rows % tiles.rows != 0
   weight = _Weight(weight_refs, scratch, layout, tiles, (0, inputs) if is_ragged else None)
@@ -208,13 +243,19 @@ def _forward_kernel(*refs: Any, layout: Layout, tiles: Tiling, grid: tuple[int, 
   _decode_if_new(weight, grid, (first, _across(tiles) * tiles.columns))
 
   def work(rows: Any) -> None:
-    x = x_refs[0][rows, :]
-    total = _dot(_ended(x, 1, first, inputs) if is_ragged else x, weight.decoded[0], (1, 0))
+    x = [ref[rows, :] for ref in x_refs]
+    x[0] = _ended(x[0], 1, first, inputs) if is_ragged else x[0]
+    total = _dot(x[0], weight.decoded[0], (1, 0))
     for run in range(1, runs):
-      total += _dot(x_refs[run][rows, :], weight.decoded[run], (1, 0))
+      total += _dot(x[run], weight.decoded[run], (1, 0))
     _add(y_ref, (rows, slice(None)), total, grid[2])
+    if adapter is not None:
+      adapter.meet(rows, x, (first, inputs) if is_ragged else None, grid[2])
 
   _walk_rows(tiles.tokens, work)
+  if adapter is not None:
+    finish = functools.partial(adapter.add, y_ref)
+    pl.when(pl.program_id(2) == grid[2] - 1)(lambda: _walk_rows(tiles.tokens, finish))
 
 
 def _backward_kernel(
@@ -248,6 +289,7 @@ def _across(tiles: Tiling) -> Any:
 def _call(
   kernel: Any, x: list[jax.Array], x_specs: list[Any], weight: tuple[jax.Array, Scales, jax.Array | None],
   result: Any, layout: Layout, tiles: Tiling, transposed: bool, interpret: Any,
+  adapter: tuple[list[jax.Array], list[Any], list[Any]] = ([], [], []),
 ) -> jax.Array:  # fmt: skip
   """The product of operands x with a weight, in a grid that runs as `tiles` says.
 
@@ -261,9 +303,11 @@ def _call(
     tiles: their sizes.
     transposed: whether the product is with the transposed weight.
     interpret: run on a CPU.
+    adapter: arrays that it is read from, B the last, their blocks and places, and scratch.
   """
   codes, scale, offset = weight
-  tokens, outputs = x[0].shape[0], codes.shape[1]
+  factors, factor_specs, total_low = adapter
+  tokens, outputs, rank = x[0].shape[0], codes.shape[1], factors[-1].shape[0] if factors else 0
   grid = tiles.grid(tokens, outputs, layout, transposed)
   of_x, of_w, of_y = tiles.copies(grid)
 
@@ -304,23 +348,27 @@ def _call(
   return pl.pallas_call(
     functools.partial(kernel, layout=layout, tiles=tiles, grid=grid),
     grid=(across, down, cuts) if tiles.weight_stays else grid,
-    in_specs=[*(spec(block, where, of_x) for block, where in x_specs), *specs],
+    in_specs=[
+      *(spec(block, where, of_x) for block, where in x_specs),
+      *(spec(block, where) for block, where in factor_specs),
+      *specs,
+    ],
     out_specs=spec(block, where, of_y),
     out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-    scratch_shapes=scratch,
+    scratch_shapes=[*scratch, *total_low],
     compiler_params=pltpu.CompilerParams(
       # A tile that is decoded once is met by the steps of one core.
       dimension_semantics=('parallel', 'arbitrary' if tiles.weight_stays else 'parallel', 'arbitrary'),
       vmem_limit_bytes=tiling.VMEM_BYTES + 14 * 2**20,
     ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * tokens * layout.blocks * layout.span * outputs,
-      bytes_accessed=tiles.moved(tokens, outputs, layout, x[0].dtype.itemsize, transposed),
+      flops=2 * tokens * (layout.blocks * layout.span + rank) * outputs,
+      bytes_accessed=tiles.moved(tokens, outputs, layout, x[0].dtype.itemsize, transposed, rank),
       transcendentals=0,
     ),
     interpret=interpret,
     name='low_bit_matmul_transposed' if transposed else 'low_bit_matmul',
-  )(*x, *operands)
+  )(*x, *factors, *operands)
 
 
 def obstacle(layout: Layout) -> str | None:
@@ -365,6 +413,19 @@ def _runs_of(x: jax.Array, layout: Layout, tiles: Tiling) -> tuple[list[jax.Arra
   return [x] * runs, [(block, lambda i, j, k, run=run: (i, run * each + k)) for run in range(runs)]
 
 
+def _factors_of(
+  adapter: LowRank, layout: Layout, tiles: Tiling, lowers: bool
+) -> tuple[list[jax.Array], list[Any], list[Any]]:
+  """What a product reads of an adapter, as `_call` takes it; `lowers` is whether it has x·A by itself."""
+  of_b = (adapter.rank, tiles.columns), lambda i, j, k: (0, j)
+  if lowers:
+    assert adapter.a is not None
+    runs, specs = _runs_of(adapter.a, layout, dataclasses.replace(tiles, tokens=adapter.rank))
+    return [*runs, adapter.b], [*specs, of_b], [pltpu.VMEM((tiles.tokens, adapter.rank), jnp.float32)]
+  of_low = (tiles.tokens, adapter.rank), lambda i, j, k: (i, 0)
+  return [_filled(adapter.low), adapter.b], [of_low, of_b], []
+
+
 @functools.partial(jax.jit, static_argnames=('layout', 'interpret', 'tiles'))
 def matmul(
   x: jax.Array,
@@ -374,8 +435,12 @@ def matmul(
   layout: Layout,
   interpret: Any = False,
   tiles: Tiling | None = None,
+  adapter: LowRank | None = None,
 ) -> jax.Array:
   """x [M, K] · W [K, N] as float32 [M, N], as `reference.matmul` defines it.
+
+  An adapter is added to each tile of the result at the last step of its sum. In decoding x·A adds up beside
+  the product, from the tiles of x that the weight meets, if the adapter has `a`; see `Tiling.lowers`.
 
   Args:
     x: bfloat16 or float32.
@@ -385,17 +450,26 @@ def matmul(
     layout: what the bytes mean.
     interpret: run on a CPU, True or `pltpu.InterpretParams`.
     tiles: how it is cut; None is `tiling.choose`.
+    adapter: what is added to the product.
 
   Raises:
     NotImplementedError: no tile serves.
   """
   given, outputs = x.shape[0], codes.shape[1]
   x = _filled(x)
-  tiles = tiles or tiling.choose(x.shape[0], outputs, layout, x.dtype.itemsize, False)
+  rank = 0 if adapter is None else adapter.rank
+  tiles = tiles or tiling.choose(x.shape[0], outputs, layout, x.dtype.itemsize, False, rank)
+  factors: Any = ([], [], [])
+  s, lowers = None, False
+  if adapter is not None:
+    grid = tiles.grid(x.shape[0], outputs, layout, False)
+    s, lowers = adapter.scale, adapter.a is not None and tiles.lowers(grid, layout)
+    factors = _factors_of(adapter, layout, tiles, lowers)
   operands, specs = _runs_of(x, layout, tiles)
   result = (x.shape[0], outputs), (tiles.tokens, tiles.columns), lambda i, j, k: (i, j)
+  kernel = functools.partial(_forward_kernel, s=s, lowers=lowers)
   y = _call(
-    _forward_kernel, operands, specs, (codes, scale, offset), result, layout, tiles, False, interpret
+    kernel, operands, specs, (codes, scale, offset), result, layout, tiles, False, interpret, factors
   )
   if layout.tail is not None:
     end = x[:, layout.blocks * layout.span :]
