@@ -142,7 +142,8 @@ def codes_of(packed: jax.Array, plane: int, layout: Layout) -> jax.Array:
   if layout.bits == 8:
     return wide
   if layout.bits != 3:
-    return (wide >> (plane * layout.bits)) & (2**layout.bits - 1)
+    code = wide >> (plane * layout.bits)
+    return code if plane == layout.planes - 1 else code & (2**layout.bits - 1)
   m, h = layout.rows_of_block, layout.high_rows_of_block
   blocks = wide.reshape(-1, m + h, wide.shape[-1])
   # The highest bits of one plane are runs of rows, each in one bit.

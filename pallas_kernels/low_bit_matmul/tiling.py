@@ -21,8 +21,8 @@ VMEM_BYTES = 46 * 2**20
 # What a step of the grid costs beside its work, in bytes that could be moved meanwhile: about a third of a
 # microsecond.
 STEP_BYTES = 2**18
-# The same for decoding one code: about 25 instructions for a value of a table of 16.
-DECODE_BYTES = 4
+# The same for decoding one code: a v5e's compiler packs 1,024 values of a table of 16 into 2.4 cycles.
+DECODE_BYTES = 1.25
 # Rows of x that one product of registers takes; a larger tile is walked through in a loop.
 STEP_TOKENS = 256
 # Blocks, rows of one long block and columns that are decoded at once, likewise.
@@ -174,7 +174,7 @@ def candidates(
   if layout.blocks > 1 and m * layout.planes != layout.span:
     raise NotImplementedError(f'blocks of {layout.block} inputs do not fill their bytes')
 
-  def cost(tiles: Tiling) -> int:
+  def cost(tiles: Tiling) -> float:
     grid = tiles.grid(tokens, outputs, layout, transposed)
     inputs = math.prod(tiles.runs(layout))
     first = tiles.byte_rows(layout) * tiles.columns

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -28,13 +29,43 @@ def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
   return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _levels(code: jax.Array, layout: Layout) -> jax.Array:
+  """As `layouts.level_of`. A table is looked up eight levels at a time, one in each sublane of a register.
+
+  That is two instructions and a selection for 16 levels, where a tree of selections takes 23; it takes codes
+  that fill registers.
+  """
+  rows, columns = code.shape
+  if layout.levels is None or rows % tiling.SUBLANES or columns % tiling.LANES:
+    return layouts.level_of(code, layout)
+  shape = tiling.SUBLANES, tiling.LANES
+  place = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+  table, eights = layouts.table_of(layout), []
+  for start in range(0, len(table), tiling.SUBLANES):
+    eight = jnp.zeros(shape, jnp.float32)
+    for sublane, level in enumerate(table[start : start + tiling.SUBLANES]):
+      eight = jnp.where(place == sublane, np.float32(level), eight)
+    eights.append(eight)
+
+  def look(codes: jax.Array) -> jax.Array:
+    within = codes & (tiling.SUBLANES - 1) if len(eights) > 1 else codes
+    found = [jnp.take_along_axis(eight, within, axis=0, mode='promise_in_bounds') for eight in eights]
+    return found[0] if len(found) == 1 else jnp.where(codes < tiling.SUBLANES, found[0], found[1])
+
+  tall, wide = range(0, rows, tiling.SUBLANES), range(0, columns, tiling.LANES)
+  pieces = [
+    [look(code[i : i + tiling.SUBLANES, j : j + tiling.LANES]) for j in wide] for i in tall
+  ]
+  return jnp.concatenate([jnp.concatenate(row, axis=1) for row in pieces])
+
+
 def _values(
   codes: jax.Array, scale: jax.Array, offset: jax.Array | None, layout: Layout
 ) -> list[jax.Array]:
   """Runs of consecutive inputs, float32 [inputs, columns], of bytes and of scales [their blocks, columns]."""
   planes = []
   for plane in range(layout.planes):
-    levels = layouts.level_of(layouts.codes_of(codes, plane, layout), layout)
+    levels = _levels(layouts.codes_of(codes, plane, layout), layout)
     rows, columns = levels.shape
 
     def spread(each: jax.Array, rows: int = rows, columns: int = columns) -> jax.Array:
