@@ -28,6 +28,7 @@ from pallas_kernels.int8_matmul import gpu as int8_gpu
 from pallas_kernels.int8_matmul import tpu as int8_tpu
 from pallas_kernels.low_bit_matmul import tiling as low_bit_tiling
 from pallas_kernels.low_bit_matmul.layout import GROUP, DoubleQuantized, Layout
+from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.quantize import gpu as quantize_gpu
 from pallas_kernels.quantize import tpu as quantize_tpu
 from qjax import chips
@@ -45,9 +46,12 @@ WEIGHTS = (
 )  # fmt: skip
 QUANTIZED = ('nf4:block=64', 'int4:block=32', 'int8:axis=channel')
 LOW_BIT = ('low_bit_matmul', 'low_bit_matmul_transposed')
+# The first of them, with an adapter of that rank that is added in the same pass.
+ADAPTED, RANK = 'low_bit_matmul_adapted', 16
 # By kernel: its formats, with the dtype of activations where it is not bfloat16.
 KERNELS = {
   **dict.fromkeys(LOW_BIT, (*WEIGHTS, 'nf4:block=64 float16')),
+  ADAPTED: ('nf4:block=64,dq', 'int8:axis=channel', 'nf4:block=64 float16'),
   'int8_matmul': ('nn', 'nt', 'tn'),
   'quantize_weight': QUANTIZED,
   'quantize_tokens': ('nearest', 'stochastic'),
@@ -89,7 +93,7 @@ class Case:
   @property
   def operands(self) -> str:
     """The dtype whose rate bounds the products, '' where there are none."""
-    is_float = self.kernel in (*LOW_BIT, dispatch.GROUPED_ADAPTER)
+    is_float = self.kernel in (*LOW_BIT, ADAPTED, dispatch.GROUPED_ADAPTER)
     return {'int8_matmul': 'int8'}.get(self.kernel, self.dtype if is_float else '')
 
   @property
@@ -97,7 +101,8 @@ class Case:
     """Multiplications and additions of the product."""
     if self.kernel == dispatch.GROUPED_ADAPTER:
       return 2 * self.shape[0] * self.sizes().rank * (self.shape[1] + self.shape[2])
-    return 2 * math.prod(self.shape) if self.operands else 0
+    more = 2 * self.shape[0] * RANK * (self.shape[1] + self.shape[2]) if self.kernel == ADAPTED else 0
+    return 2 * math.prod(self.shape) + more if self.operands else 0
 
   def sizes(self) -> Sizes:
     """Of the adapters that format names."""
@@ -126,8 +131,9 @@ def obstacle(case: Case) -> str | None:
   """Why the kernel can't serve and what does instead, before anything is compiled; None if it can."""
   chip = case.target
   is_tpu, reason = chip.kind == 'tpu', None
-  if case.kernel in (*LOW_BIT, dispatch.GROUPED_ADAPTER):
-    op, meant = (dispatch.LOW_BIT, case.layout()) if case.kernel in LOW_BIT else (case.kernel, case.sizes())
+  if case.kernel in (*LOW_BIT, ADAPTED, dispatch.GROUPED_ADAPTER):
+    is_grouped = case.kernel == dispatch.GROUPED_ADAPTER
+    op, meant = (case.kernel, case.sizes()) if is_grouped else (dispatch.LOW_BIT, case.layout())
     rows = [row for row in dispatch.TABLE if row.op == op and row.platform == chip.kind]
     reason = '; '.join(filter(None, (row.why_not(meant, case.dtype) for row in rows))) or None
   elif case.kernel == 'int8_matmul':
@@ -148,10 +154,10 @@ def program(case: Case) -> Program:
   m, k, n = case.shape
   is_tpu = case.target.kind == 'tpu'
   array = jax.ShapeDtypeStruct
-  if case.kernel in LOW_BIT:
+  if case.kernel in (*LOW_BIT, ADAPTED):
     layout = case.layout()
     (row,) = (r for r in dispatch.TABLE if r.op == dispatch.LOW_BIT and r.platform == case.target.kind)
-    product = row.products[case.kernel.removeprefix('low_bit_')]
+    product = row.products['matmul_transposed' if case.kernel == LOW_BIT[1] else 'matmul']
     tail = packed_rows(layout.tail.inputs, layout.bits) if layout.tail else 0
     codes = array((layout.byte_rows + tail, n), jnp.int8 if case.scheme.startswith('int8') else jnp.uint8)
     blocks = layout.blocks + (layout.tail is not None)
@@ -159,8 +165,16 @@ def program(case: Case) -> Program:
     if layout.double_quantized:
       step = array((blocks, -(-n // GROUP)), jnp.float32)
       scale = DoubleQuantized(array((blocks, n), jnp.int8), step, array((1, 1), jnp.float32))
-    x = array((m, n if 'transposed' in case.kernel else k), jnp.dtype(case.dtype))
-    return lambda x, codes, scale: product(x, codes, scale, None, layout), [x, codes, scale]
+    dtype = jnp.dtype(case.dtype)
+    x = array((m, n if case.kernel == LOW_BIT[1] else k), dtype)
+    if case.kernel != ADAPTED:
+      return lambda x, codes, scale: product(x, codes, scale, None, layout), [x, codes, scale]
+    factors = [array((m, RANK), dtype), array((RANK, n), dtype), array((RANK, k), dtype)]
+
+    def add(x: jax.Array, codes: jax.Array, scale: Any, low: jax.Array, b: jax.Array, a: jax.Array) -> Any:
+      return product(x, codes, scale, None, layout, adapter=LowRank(low, b, 2.0, a))
+
+    return add, [x, codes, scale, *factors]
   if case.kernel == 'int8_matmul':
     a, b, rows, columns = {
       'nn': ((m, k), (k, n), m, n), 'nt': ((m, n), (k, n), m, k), 'tn': ((m, k), (m, n), k, n)
@@ -265,8 +279,9 @@ def _places(closed: Any, programs: np.ndarray) -> Any:
 def _from_tiles(case: Case, equation: Any) -> list[Panel]:
   """Panels of the GPU's kernels for weights in few bits, which address memory themselves, by their tiling."""
   mapping, layout = equation.params['grid_mapping'], case.layout()
-  is_transposed = case.kernel != LOW_BIT[0]
+  is_transposed = case.kernel == LOW_BIT[1]
   x, *weight, y = (each.array_aval for each in mapping.block_mappings)
+  factors, weight = (weight[:2], weight[2:]) if case.kernel == ADAPTED else ([], weight)
   tiles = low_bit_tiling.choose_gpu(
     case.shape[0], case.shape[2], layout, x.dtype.itemsize, transposed=is_transposed
   )
@@ -282,6 +297,10 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
     return -(-size // parts)
 
   panels = [panel(x, (tiles.tokens, share(x.shape[1], mapping.grid[2])), tokens, splits)]
+  if factors:
+    low, b = factors
+    panels.append(panel(low, (tiles.tokens, RANK), tokens, 0 * tokens))
+    panels.append(panel(b, (RANK, tiles.columns), 0 * others, others))
   for array in weight:
     if len(array.shape) == 1:
       panels.append(panel(array, array.shape, 0 * tokens))
@@ -341,7 +360,7 @@ def traffic(case: Case) -> dict[str, Any]:
   chip, found = case.target, dict.fromkeys(('bytes_moved', 'bytes_least', 'vmem_bytes'), 0)
   for equation in _calls(jax.make_jaxpr(call)(*arguments).jaxpr):
     is_tpu = chip.kind == 'tpu'
-    if case.kernel in LOW_BIT and not is_tpu:
+    if case.kernel in (*LOW_BIT, ADAPTED) and not is_tpu:
       panels = _from_tiles(case, equation)
     elif case.kernel == dispatch.GROUPED_ADAPTER:
       panels = _from_meetings(case, equation, is_tpu)

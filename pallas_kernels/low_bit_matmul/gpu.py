@@ -144,9 +144,9 @@ def _share(count: int, splits: int) -> tuple[Any, Any]:
 
 
 def _low_rank(
-  refs: tuple[Any, ...], scale: float, index: tuple[Any, Any], masks: tuple[Any, Any], splits: int
+  refs: tuple[Any, ...], scale: float, index: tuple[Any, Any], masks: tuple[Any, Any], start: Any
 ) -> jax.Array:
-  """The tile scale · low · B, zero but in the first share of a sum.
+  """The tile scale · low · B, zero but in the share of a sum that has its first step.
 
   It is what the sum begins with, so that no second tile is held beside it.
   """
@@ -161,8 +161,8 @@ def _low_rank(
     return total + _dot(left, _load(b, (r[:, None], n[None, :]), _both(_column(exists), _row(fits))))
 
   steps: Any = pl.cdiv(rank, size)
-  if splits > 1:
-    steps *= (pl.program_id(2) == 0).astype(jnp.int32)
+  if not isinstance(start, int):
+    steps *= (start == 0).astype(jnp.int32)
   return scale * jax.lax.fori_loop(0, steps, add, jnp.zeros((rows.size, n.size), jnp.float32))
 
 
@@ -182,10 +182,10 @@ def _forward_kernel(x_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling, sc
     return total
 
   fits = None if outputs % tiles.columns == 0 else n < outputs
+  start, end = _share(tiles.row_tiles(layout), tiles.splits)
   total = jnp.zeros((tiles.tokens, tiles.columns), jnp.float32)
   if scale is not None:
-    total = _low_rank(factors, scale, (rows, n), (is_token, fits), tiles.splits)
-  start, end = _share(tiles.row_tiles(layout), tiles.splits)
+    total = _low_rank(factors, scale, (rows, n), (is_token, fits), start)
   total = jax.lax.fori_loop(start, end, add, total)
   _store(y_ref, (rows[:, None], n[None, :]), total, _both(_column(is_token), _row(fits)))
 
