@@ -391,9 +391,9 @@ def _tail(
   return codes[layout.byte_rows :], scale[layout.blocks :], left
 
 
-def _filled(x: jax.Array) -> jax.Array:
-  """x [M, …] with at least the rows of a register of bfloat16, zeros at the end."""
-  return jnp.pad(x, ((0, max(0, tiling.FEWEST_TOKENS - x.shape[0])), (0, 0)))
+def _filled(x: jax.Array, rows: int = tiling.FEWEST_TOKENS, columns: int = 0) -> jax.Array:
+  """x [M, …] with at least so many rows, those of a register of bfloat16, and columns; zeros at the end."""
+  return jnp.pad(x, ((0, max(0, rows - x.shape[0])), (0, max(0, columns - x.shape[1]))))
 
 
 def _runs_of(x: jax.Array, layout: Layout, tiles: Tiling) -> tuple[list[jax.Array], list[Any]]:
@@ -417,13 +417,15 @@ def _factors_of(
   adapter: LowRank, layout: Layout, tiles: Tiling, lowers: bool
 ) -> tuple[list[jax.Array], list[Any], list[Any]]:
   """What a product reads of an adapter, as `_call` takes it; `lowers` is whether it has x·A by itself."""
-  of_b = (adapter.rank, tiles.columns), lambda i, j, k: (0, j)
+  # A TPU's compiler takes a product with one row for one with a vector, which it lacks in bfloat16.
+  rank = max(adapter.rank, tiling.SUBLANES)
+  b, of_b = _filled(adapter.b, rank), ((rank, tiles.columns), lambda i, j, k: (0, j))
   if lowers:
     assert adapter.a is not None
-    runs, specs = _runs_of(adapter.a, layout, dataclasses.replace(tiles, tokens=adapter.rank))
-    return [*runs, adapter.b], [*specs, of_b], [pltpu.VMEM((tiles.tokens, adapter.rank), jnp.float32)]
-  of_low = (tiles.tokens, adapter.rank), lambda i, j, k: (i, 0)
-  return [_filled(adapter.low), adapter.b], [of_low, of_b], []
+    runs, specs = _runs_of(_filled(adapter.a, rank), layout, dataclasses.replace(tiles, tokens=rank))
+    return [*runs, b], [*specs, of_b], [pltpu.VMEM((tiles.tokens, rank), jnp.float32)]
+  of_low = (tiles.tokens, rank), lambda i, j, k: (i, 0)
+  return [_filled(adapter.low, columns=rank), b], [of_low, of_b], []
 
 
 @functools.partial(jax.jit, static_argnames=('layout', 'interpret', 'tiles'))

@@ -56,7 +56,7 @@ def test_the_step_of_qlora_multiplies_bytes(chip: str, name: str):
   assert found['weights'] == 0
   assert found['low_bit_matmul'] >= 2 * 7  # seven projections there and back
   assert set(found['products'][f'{name}: low_bit_matmul']) == {
-    f'layers/{path}/kernel {product}' for path in PROJECTIONS for product in ('forward', 'dx')
+    f'layers/{path}/kernel {product}' for path in PROJECTIONS for product in ('forward', 'adapter', 'dx')
   }
 
 
