@@ -13,10 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import dispatch
 from pallas_kernels.low_bit_matmul import gpu, reference, tiling, tpu
 from pallas_kernels.low_bit_matmul import layout as layouts
-from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.low_bit_matmul.tiling import Tiling
 from qjax import kernels, ops
-from qjax.adapters import Adapter
 from qjax.ops import Numerics
 from qjax.precision import policy
 from qjax.quant.qtensor import QTensor, dequantize, quantize
@@ -44,29 +42,12 @@ CASES = (
   ('int8:block=64', (7, 131, 127), 'float32'),
   ('int8:axis=channel,asym', (17, 127, 131), 'float32'),
 )
-# The same, and the rank of an adapter that is added: a shorter last block, scales in 8 bits, shares of a sum,
-# and more than a step of the sum over the rank.
-ADAPTED = (
-  ('nf4:block=64', (7, 131, 127), 'float32', 4),
-  ('nf4:block=32,dq', (17, 576, 131), 'bfloat16', 1),
-  ('int4:axis=channel', (1, 1536, 64), 'bfloat16', 16),
-  ('int3:block=32', (131, 576, 64), 'float32', 130),
-)
 # Half the distance between neighbours at 1.
 ROUNDING = {'float32': 2.0**-24, 'bfloat16': 2.0**-9, 'float16': 2.0**-12}
 
 
 def draw(*shape: int, seed: int = 0, dtype: str = 'float32') -> jax.Array:
   return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-def adapter_of(x: jax.Array, n: int, rank: int, has_a: bool) -> LowRank:
-  """One with numbers near those of training; `has_a` is whether a kernel may multiply x by A itself."""
-  a = 0.1 * draw(rank, x.shape[1], seed=2).astype(x.dtype)
-  b = draw(rank, n, seed=3).astype(x.dtype)
-  low = jnp.dot(x, a.T, precision='highest', preferred_element_type=jnp.float32).astype(x.dtype)
-  # What nothing reads may be wrong.
-  return LowRank(jnp.full_like(low, jnp.nan) if has_a else low, b, 0.5, a if has_a else None)
 
 
 def raw(q: QTensor) -> tuple:
@@ -121,55 +102,6 @@ class Contract:
     self, scheme: str, shape: tuple[int, int, int], dtype: str
   ):
     self.check(scheme, shape, dtype)
-
-  @pytest.mark.parametrize(('scheme', 'shape', 'dtype', 'rank'), ADAPTED)
-  def test_an_adapter_is_added_to_the_result(
-    self, scheme: str, shape: tuple[int, int, int], dtype: str, rank: int
-  ):
-    tokens, k, n = shape
-    q, x = quantize(draw(k, n), scheme), draw(tokens, k, seed=1, dtype=dtype)
-    adapter = adapter_of(x, n, rank, has_a=False)
-    found = self.products['matmul'](x, *raw(q), interpret=True, adapter=adapter)
-    wanted = reference.matmul(x, *raw(q), adapter)
-    plain = self.products['matmul'](x, *raw(q), interpret=True)
-    # Sums of float32 in other orders; decoded weights may differ by one step of their dtype, as above.
-    terms = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantize(q), np.float64))
-    extra = 0.5 * np.abs(np.asarray(adapter.low, np.float64)) @ np.abs(np.asarray(adapter.b, np.float64))
-    bound = (2.0**-24 * (k + 2) + 2 * ROUNDING[dtype]) * terms + 2.0**-24 * (rank + k + 4) * (terms + extra)
-    assert np.all(np.abs(found - wanted) <= bound)
-    # What was added to the same kernel's product is the adapter's part, whatever the bound above lets pass.
-    part = reference.matmul(x, *raw(q), adapter) - reference.matmul(x, *raw(q))
-    assert np.all(np.abs(found - plain - part) <= 2.0**-22 * (rank + k + 4) * (terms + extra))
-
-  def test_dot_adds_an_adapter_with_its_gradients(self, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dispatch, 'target_platform', lambda: self.platform)
-    stack = jax.vmap(lambda w: quantize(w, 'nf4:block=64'))(draw(3, 64, 64))
-    x, a, b = draw(2, 5, 64, seed=1), 0.1 * draw(3, 4, 64, seed=2), draw(3, 4, 64, seed=3)
-
-    def total(args: Any, name: str) -> jax.Array:
-      x, a, b = args
-      how = Numerics(policy(), name)
-
-      def layer(x: jax.Array, weight: Any) -> jax.Array:
-        q, a, b = weight
-        adapter = Adapter(a, b, 0.5, 0.25)
-        return ops.dot(x, q, how, adapter, dropout_key=jax.random.key(1), path='layers/mlp/down/kernel')
-
-      step = lambda x, weight: (jax.checkpoint(layer)(x, weight) * 0.1, None)
-      return jnp.sum(jax.lax.scan(step, x, (stack, a, b))[0])
-
-    def both(name: str) -> Callable[[Any], Any]:
-      over_x = lambda x: jax.value_and_grad(lambda args: total(args, name))((x, a, b))
-      return jax.vmap(over_x)
-
-    found, wanted = jax.jit(both('pallas_interpret'))(x), jax.jit(both('xla'))(x)
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-4)
-    for mine, theirs in zip(found[1], wanted[1], strict=True):
-      np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-      assert float(jnp.max(jnp.abs(theirs))) > 1e-3
-    with kernels.noting() as notes:
-      jax.make_jaxpr(lambda x: total((x, a, b), 'pallas_interpret'))(x[0])
-    assert notes[('layers/mlp/down/kernel', 'adapter')] == {'pallas_interpret: low_bit_matmul'}
 
   def test_in_half_precision(self):
     for dtype in self.half:
@@ -241,35 +173,6 @@ class TestTPU(Contract):
             assert tiles.blocks(layout) in (1, layout.blocks) or tiles.blocks(layout) % tiling.SUBLANES == 0
             assert tiles.held(grid, layout, 2, transposed) <= tiling.VMEM_BYTES
 
-  @pytest.mark.parametrize('scheme', ['nf4:block=32,dq', 'int4:axis=channel'])
-  def test_few_rows_are_multiplied_by_an_adapter_as_they_pass(
-    self, scheme: str, capsys: pytest.CaptureFixture
-  ):
-    # The sum is whole, or in parts of which the last goes beyond the inputs; no program reads x·A.
-    q, x = quantize(draw(1280, 300), scheme), draw(5, 1280, seed=1)
-    layout = raw(q)[-1]
-    adapter = adapter_of(x, 300, 4, has_a=True)
-    wanted = reference.matmul(x, *raw(q), adapter_of(x, 300, 4, has_a=False))
-    for rows in (layout.rows, 512 if layout.blocks > 1 else 128):
-      tiles = Tiling(16, rows, 300)
-      found = self.products['matmul'](x, *raw(q), interpret=True, tiles=tiles, adapter=adapter)
-      # Products of numbers near 1, and of x·A near 4, in float32 added up in another order.
-      np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=5e-4)
-    how = pltpu.InterpretParams(detect_races=True)
-    found = self.products['matmul'](x, *raw(q), interpret=how, tiles=tiles, adapter=adapter)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=5e-4)
-    assert 'RACE' not in capsys.readouterr().out.upper()
-
-  def test_rows_below_a_tile_that_stays_get_their_part_of_an_adapter(self):
-    q, x = quantize(draw(1024, 700), 'nf4:block=32'), draw(40, 1024, seed=1)
-    adapter = adapter_of(x, 700, 4, has_a=False)
-    wanted = reference.matmul(x, *raw(q), adapter)
-    for rows in (raw(q)[-1].rows, 384):
-      for stays in (False, True):
-        tiles = Tiling(16, rows, 256, stays)
-        found = self.products['matmul'](x, *raw(q), interpret=True, tiles=tiles, adapter=adapter)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=5e-4)
-
   def test_a_tile_that_stays_is_decoded_once_for_all_rows(self):
     # Rows in three tiles below each of the weight; a sum in parts, with inputs or columns beyond its end.
     for scheme, tokens, k, n in (('nf4:block=32,dq', 40, 1024, 700), ('int4:axis=channel', 40, 512, 700)):
@@ -319,25 +222,19 @@ def test_each_device_of_a_mesh_multiplies_its_part(path: str, scheme: str):
   mesh = jax.make_mesh((2, 2, 2), ('data', 'fsdp', 'tensor'), axis_types=(jax.sharding.AxisType.Auto,) * 3)
   q, x = quantize(draw(256, 128), scheme), draw(4, 3, 256, seed=1)
 
-  factors = 0.1 * draw(4, 256, seed=2), draw(4, 128, seed=3)
-
-  def loss(x: jax.Array, factors: Any, name: str) -> jax.Array:
-    adapter = None if factors is None else Adapter(*factors, 0.5, 0.0)
-    y = ops.dot(x, q, Numerics(policy(), name), adapter, path=path)
+  def loss(x: jax.Array, name: str) -> jax.Array:
+    y = ops.dot(x, q, Numerics(policy(), name), path=path)
     return jnp.sum(jnp.sin(0.1 * y))
 
-  for given in (None, factors):
-    step = jax.value_and_grad(loss, argnums=(0, 1) if given else 0)
-    wanted = step(x, given, 'xla')
-    with jax.set_mesh(mesh):
-      on_mesh = jax.jit(step, static_argnums=2)
-      text = on_mesh.lower(x, given, 'pallas_interpret').as_text()
-      found = on_mesh(x, given, 'pallas_interpret')
-      value = jax.jit(loss, static_argnums=2)(x, given, 'pallas_interpret')
-    assert 'manual_computation' in text or 'shmap_body' in text
-    np.testing.assert_allclose([found[0], value], [wanted[0]] * 2, rtol=1e-4)
-    # 0.1 · y is near 2 and errs by up to 1e-5; the gradient adds up 128 such terms.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found[1], wanted[1])
+  wanted = jax.value_and_grad(loss)(x, 'xla')
+  with jax.set_mesh(mesh):
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    text = step.lower(x, 'pallas_interpret').as_text()
+    found = step(x, 'pallas_interpret')
+  assert 'manual_computation' in text or 'shmap_body' in text
+  np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4)
+  # 0.1 · y is near 2 and errs by up to 1e-5; the gradient adds up 128 such terms.
+  np.testing.assert_allclose(found[1], wanted[1], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
