@@ -160,8 +160,10 @@ def explain(
       return Choice(row, kernels == INTERPRETED)
     reasons.append(reason)
   others = ', '.join(sorted({row.name for row in TABLE if row.op == op}))
+  here = f', {INTERPRETED} runs here' if platform == 'cpu' else ''
+  device = 'GPU of AMD' if platform == 'rocm' else platform
   return '; '.join(reasons) or (
-    f'no kernel of {op} runs on a {platform}; {others} compile for other platforms, {INTERPRETED} runs here'
+    f'no kernel of {op} runs on a {device}; {others} compile for other platforms{here}'
   )
 
 

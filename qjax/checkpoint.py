@@ -10,6 +10,7 @@ is passed over with a warning.
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ class Checkpoints:
         nll = self._read(step, 'score', ocp.args.JsonRestore())['nll']
       except Exception:  # A torn step, which `restore` reports, or a file of another program.
         continue
-      if isinstance(nll, float):
+      if isinstance(nll, float) and math.isfinite(nll):
         self._nlls[step] = nll
 
   @property
@@ -145,7 +146,7 @@ class Checkpoints:
       if nll is None:
         return
       self._manager.delete(step)
-    if nll is not None:
+    if nll is not None and math.isfinite(nll):
       self._nlls[step] = nll
     self._manager.save(
         step,
@@ -224,6 +225,7 @@ class Checkpoints:
     """Removes later steps, which a run that goes on from `step` will write anew."""
     for later in [s for s in self.steps if s > step]:
       self._manager.delete(later)
+      self._nlls.pop(later, None)
 
   def close(self) -> None:
     self._manager.close()

@@ -98,11 +98,12 @@ def layout_of(w: QTensor) -> Layout:
 
 def arrays_of(w: QTensor) -> tuple[jax.Array, Scales, jax.Array | None]:
   """Codes, scales and offsets of w [K, N], as kernels take them: scales in 8 bits stay as they rest."""
+  offset = None if w.offset is None else per_column(w.offset, w.scheme, w.shape[-1])
   if not isinstance(w.scale, DoubleQuantized):
-    return w.codes, per_column(w.scales, w.scheme, w.shape[-1]), w.offset
+    return w.codes, per_column(w.scales, w.scheme, w.shape[-1]), offset
   assert layouts.GROUP == DQ_GROUP
   scale = layouts.DoubleQuantized(w.scale.codes, w.scale.step, w.scale.offset.reshape(1, 1))
-  return w.codes, scale, w.offset
+  return w.codes, scale, offset
 
 
 def choose(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | None:

@@ -1,6 +1,7 @@
 """What is saved comes back bit for bit; a torn step is passed over, another run's refused by name."""
 
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,7 @@ def test_nothing_saved_is_nothing_restored(tmp_path: Path):
     ([2.0, None, None, None], [1, 4]),  # steps without a score are kept as long as they are newest
     ([None, None, 3.0, None], [3, 4]),
     ([None, None], [2]),
+    ([math.nan, 1.0, 0.5, 3.0], [3, 4]),  # what is no number is no best
   ],
 )
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, scores: list[float | None], kept: list[int]):

@@ -372,10 +372,11 @@ def _call(
 
 
 def obstacle(layout: Layout) -> str | None:
-  """Why no tile serves a layout, None if one does."""
+  """Why no tile serves a layout, None if one serves products small and large."""
   try:
-    for transposed in (False, True):
-      tiling.candidates(tiling.FEWEST_TOKENS, tiling.LANES, layout, 4, transposed)
+    for tokens, outputs in ((tiling.FEWEST_TOKENS, tiling.LANES), (4096, 16512)):
+      for transposed in (False, True):
+        tiling.candidates(tokens, outputs, layout, 4, transposed)
   except NotImplementedError as error:
     return str(error)
   return None
