@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -219,28 +220,54 @@ def multiply(
 
 
 def add_adapters(
-  y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array, of_row: jax.Array, kernels: str
+  y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array, of_row: jax.Array, kernels: str,
+  path: str | None,
 ) -> jax.Array:
-  """y [M, N] in float32 with each row's adapter added, by a kernel or by XLA; see the reference's `add`.
+  """y [B, ..., N] in float32 with each row's adapter added, by a kernel or by XLA; see the reference's `add`.
+
+  Over several devices each adds to its rows and outputs. It sees all inputs of its rows, even where the
+  product before split them: x·A is rounded once, after the whole sum, and the result needs no sum over
+  devices, which would move more than x.
 
   Args:
-    y: float32 [M, N].
-    x: [M, K] in the compute dtype.
+    y: float32 [B, ..., N].
+    x: [B, ..., K] in the compute dtype.
     a: Aᵀ [G, r, K] in it.
     b: B [G, r, N] in it.
     scale: float32 [G].
-    of_row: int32 [M] in -1…G-1.
+    of_row: int32 [B] in -1…G-1.
     kernels: 'auto' or a name in `dispatch.KERNELS`.
+    path: of the weight, as for `multiply`.
 
   Raises:
     NotImplementedError: a kernel was asked for by name and can't; with the reason, and what can.
   """
-  obstacle = 'several adapters in one batch are not split over devices' if is_split() else None
-  sizes = Sizes(*b.shape[:2], *a.shape[2:], *b.shape[2:])
-  choice = dispatch.choose(dispatch.GROUPED_ADAPTER, kernels, sizes, x.dtype, obstacle)
-  if choice is None:
-    return reference.add(y, x, a, b, scale, of_row)
-  return choice.product('add')(y, x, a, b, scale, of_row, interpret=choice.interpret)
+  mesh, n_axes = jax.sharding.get_abstract_mesh(), None
+  if is_split() and path is not None:
+    n_axes = sharding.fit(sharding.axes_inside(path)[1], b.shape[-1], mesh)
+  outputs = b.shape[-1] // sharding.axis_size(mesh, n_axes)
+  sizes = Sizes(b.shape[0], b.shape[1], a.shape[-1], outputs)
+  choice = dispatch.choose(dispatch.GROUPED_ADAPTER, kernels, sizes, x.dtype, mesh_obstacle())
+  add = reference.add if choice is None else partial(choice.product('add'), interpret=choice.interpret)
+
+  def on_each(y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, *rest: jax.Array) -> jax.Array:
+    scale, of_row = rest
+    rows = jnp.broadcast_to(of_row.reshape(-1, *[1] * (x.ndim - 2)), x.shape[:-1]).reshape(-1)
+    return add(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), a, b, scale, rows).reshape(y.shape)
+
+  if choice is None or not is_split():
+    return on_each(y, x, a, b, scale, of_row)
+  batch = sharding.fit(sharding.BATCH_AXES, x.shape[0], mesh)
+  lead, whole = (batch, *[None] * (x.ndim - 2)), PartitionSpec()
+  return jax.shard_map(
+    on_each,
+    in_specs=(
+      PartitionSpec(*lead, n_axes), PartitionSpec(*lead, None), whole, PartitionSpec(None, None, n_axes),
+      whole, PartitionSpec(batch),
+    ),
+    out_specs=PartitionSpec(*lead, n_axes),
+    check_vma=False,
+  )(y, x, a, b, scale, of_row)  # fmt: skip
 
 
 def _axes(path: str | None, w: QTensor, layout: Layout, mesh: AbstractMesh) -> tuple[Any, Any]:

@@ -570,8 +570,10 @@ def _lowered(x: jax.Array, adapter: Adapter, dropout_key: jax.Array | None, poli
   return low
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _add_each(y: jax.Array, x: jax.Array, adapter: GroupedAdapter, numerics: Numerics) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _add_each(
+  y: jax.Array, x: jax.Array, adapter: GroupedAdapter, numerics: Numerics, path: str | None
+) -> jax.Array:
   """y [B, ..., N] in `policy.accum` with the adapters of its rows added."""
   of_row, compute = adapter.of_row, numerics.policy.compute
   if of_row is None or of_row.shape != x.shape[:1]:
@@ -579,16 +581,15 @@ def _add_each(y: jax.Array, x: jax.Array, adapter: GroupedAdapter, numerics: Num
       f'x {x.shape} has {x.shape[0]} rows, but adapters are assigned to'
       f' {0 if of_row is None else of_row.shape[0]}; give adapters.assign one index for each'
     )
-  rows = jnp.broadcast_to(of_row.reshape(-1, *[1] * (x.ndim - 2)), x.shape[:-1]).reshape(-1)
   added = kernels.add_adapters(
-    y.reshape(-1, y.shape[-1]).astype(jnp.float32), x.reshape(-1, x.shape[-1]).astype(compute),
-    adapter.a.astype(compute), adapter.b.astype(compute), adapter.scale, rows, numerics.implementation,
+    y.astype(jnp.float32), x.astype(compute), adapter.a.astype(compute), adapter.b.astype(compute),
+    adapter.scale, of_row, numerics.implementation, path,
   )  # fmt: skip
-  return added.reshape(y.shape).astype(y.dtype)
+  return added.astype(y.dtype)
 
 
 @_add_each.defjvp
-def _add_each_jvp(numerics: Numerics, primals: Any, tangents: Any) -> Any:
+def _add_each_jvp(numerics: Numerics, path: str | None, primals: Any, tangents: Any) -> Any:
   raise UserError('several adapters in one batch have no gradient; train one at a time')
 
 
@@ -665,7 +666,7 @@ def dot(
     )
     y = _matmul(x, w, high if scheme.is_static else None, rounding_key, plan)
   if isinstance(adapter, GroupedAdapter):
-    y, adapter = _add_each(y, x, adapter, numerics), None
+    y, adapter = _add_each(y, x, adapter, numerics, path), None
   if adapter is not None:
     low = _lowered(x, adapter, dropout_key, policy) if low is None else low
     y = y + _raise(low, adapter.b, adapter.scale, policy)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qjax import adapters, generate, ops, precision, trees
+from qjax import adapters, generate, ops, precision, sharding, trees
 from qjax.adapters import GroupedAdapter, LoraSpec, is_adapter
 from qjax.errors import UserError
 from qjax.models.config import parameter_shapes
 from qjax.models.transformer import Transformer, init_params, logits
 from qjax.quant.qtensor import quantize
+from qjax.sharding import MeshSpec
 from tests import small
 
 NUMERICS = ops.Numerics(precision.policy())
@@ -62,6 +63,18 @@ def test_prompts_of_several_adapters_share_a_batch_and_answer_as_alone(params, l
   # The adapters matter: one prompt has three answers.
   if kernels == 'xla':
     assert len({tuple(together[index]) for index in (0, 3, 5)}) == 3
+
+
+def test_several_devices_share_a_batch_of_several_adapters(params, loras):
+  model = Transformer(small.CONFIG, dataclasses.replace(NUMERICS, implementation='pallas_interpret'))
+  variables = {'params': params, 'lora': adapters.group(loras)}
+  told = {'batch_size': 4, 'adapter_of': OF[:4]}
+  wanted = generate.greedy(model, variables, PROMPTS[:4], 2, NO_END, **told)
+  assert wanted[0] != wanted[3]  # the same prompt, with two adapters
+  mesh = sharding.make_mesh(MeshSpec(2, 2, 2))
+  placed = jax.device_put(variables, sharding.shardings(variables, mesh))
+  with jax.set_mesh(mesh):
+    assert generate.greedy(model, placed, PROMPTS[:4], 2, NO_END, **told) == wanted
 
 
 def test_logits_are_those_of_each_adapter_alone(params, loras):

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_adapter import gpu, reference, tiling, tpu
 from pallas_kernels.grouped_adapter.tiling import Sizes
+from qjax import kernels
 
 BACKENDS: dict[str, Callable[..., jax.Array]] = {
   'reference': reference.add,
@@ -140,3 +141,35 @@ def test_tiles_fit_a_tpu_and_what_cannot_is_refused():
     dispatch.choose(dispatch.GROUPED_ADAPTER, 'pallas_tpu', Sizes(2, 8, 64, 64), 'float16', platform='tpu')
   with pytest.raises(NotImplementedError, match='a rank of 256'):
     dispatch.choose(dispatch.GROUPED_ADAPTER, 'pallas', Sizes(2, 256, 512, 512), 'float16', platform='gpu')
+
+
+@pytest.mark.parametrize('name', ['up', 'down'])
+@pytest.mark.parametrize(('rows', 'inputs', 'outputs'), [(8, 256, 64), (7, 17, 131)])
+def test_each_device_of_a_mesh_adds_its_part(name: str, rows: int, inputs: int, outputs: int):
+  """By numbers that leave only x·A to round, so that the same bits come out; odd sizes stay whole."""
+  random = np.random.default_rng(0)
+
+  def integers(low: int, high: int, *shape: int, dtype: str = 'bfloat16') -> jax.Array:
+    return jnp.asarray(random.integers(low, high, shape), jnp.float32).astype(dtype)
+
+  x, a, b = integers(-9, 10, rows, 3, inputs), integers(-9, 10, 5, 4, inputs), integers(-3, 4, 5, 4, outputs)
+  y, scale = integers(-9, 10, rows, 3, outputs, dtype='float32'), 2.0 ** -jnp.arange(5, dtype=jnp.float32)
+  of_row = jnp.asarray(np.arange(rows) % 6 - 1, jnp.int32)
+  # Of x·A in parts, each rounded, other numbers would come out.
+  low = jnp.einsum('btk,grk->btgr', x, a, preferred_element_type=jnp.float32)
+  assert jnp.any(low.astype(jnp.bfloat16).astype(jnp.float32) != low)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def add(how: str, *arguments: jax.Array) -> jax.Array:
+    return kernels.add_adapters(*arguments, how, f'layers/mlp/{name}/kernel')
+
+  arguments = y, x, a, b, scale, of_row
+  wanted = add('xla', *arguments)
+  with jax.set_mesh(jax.make_mesh((2, 2, 2), ('data', 'fsdp', 'tensor'), (jax.sharding.AxisType.Auto,) * 3)):
+    text = add.lower('pallas_interpret', *arguments).as_text()
+    found = add('pallas_interpret', *arguments)
+  assert 'manual_computation' in text or 'shmap_body' in text
+  assert len({str(shard.index) for shard in found.addressable_shards}) == (
+    1 if rows == 7 else 8 if name == 'up' else 4
+  )
+  np.testing.assert_array_equal(found, wanted)
