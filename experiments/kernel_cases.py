@@ -69,7 +69,7 @@ class Case:
     kernel: a name in `KERNELS`.
     format: of the weight, or which product or rounding it is.
     shape: rows of x, inputs, outputs.
-    chip: a name in `chips.CHIPS`.
+    chip: a name in `chips.CHIPS`; of what is here 'tpu' or 'gpu' will do.
   """
 
   kernel: str
@@ -80,6 +80,10 @@ class Case:
   @property
   def target(self) -> Chip:
     return chips.find(self.chip)
+
+  @property
+  def kind(self) -> str:
+    return self.chip if self.chip in ('tpu', 'gpu') else self.target.kind
 
   @property
   def scheme(self) -> str:
@@ -109,12 +113,17 @@ class Case:
     groups, rank = map(int, self.scheme.split(':'))
     return Sizes(groups, rank, *self.shape[1:])
 
+  def of_row(self) -> np.ndarray:
+    """The adapter of each row, int32."""
+    return np.arange(self.shape[0], dtype=np.int32) * self.sizes().groups // self.shape[0]
+
   def layout(self) -> Layout:
     """What the bytes of a weight of that format mean."""
     scheme, inputs = parse_scheme(self.scheme), self.shape[1]
     numbers = scheme.numbers
+    bias = 0 if scheme.asymmetric else numbers.bias
     return Layout(
-      inputs, scheme.block_of(inputs), numbers.bits, numbers.levels, numbers.bias, scheme.double_quantized
+      inputs, scheme.block_of(inputs), numbers.bits, numbers.levels, bias, scheme.double_quantized
     )
 
 
@@ -127,18 +136,27 @@ def cases(names: list[str], is_quick: bool) -> list[Case]:
   ]  # fmt: skip
 
 
+def implementation(case: Case) -> dispatch.Implementation:
+  """The row of dispatch's table for a kernel of `LOW_BIT`, `ADAPTED`, of integers, or of several adapters."""
+  op = dispatch.LOW_BIT if case.kernel in (*LOW_BIT, ADAPTED) else case.kernel
+  (row,) = (row for row in dispatch.TABLE if (row.op, row.platform) == (op, case.kind))
+  return row
+
+
+def why_not(case: Case, device_kind: str) -> str | None:
+  """Why the kernel of that row can't serve on a kind of device, None if it can."""
+  if case.kernel == dispatch.INT8:
+    return implementation(case).why_not(None, 'int8', device_kind)
+  meant = case.sizes() if case.kernel == dispatch.GROUPED_ADAPTER else case.layout()
+  return implementation(case).why_not(meant, case.dtype, device_kind)
+
+
 def obstacle(case: Case) -> str | None:
   """Why the kernel can't serve and what does instead, before anything is compiled; None if it can."""
   chip = case.target
   is_tpu, reason = chip.kind == 'tpu', None
-  if case.kernel in (*LOW_BIT, ADAPTED, dispatch.GROUPED_ADAPTER):
-    is_grouped = case.kernel == dispatch.GROUPED_ADAPTER
-    op, meant = (case.kernel, case.sizes()) if is_grouped else (dispatch.LOW_BIT, case.layout())
-    rows = [row for row in dispatch.TABLE if row.op == op and row.platform == chip.kind]
-    reason = '; '.join(filter(None, (row.why_not(meant, case.dtype) for row in rows))) or None
-  elif case.kernel == 'int8_matmul':
-    (row,) = (row for row in dispatch.TABLE if row.op == dispatch.INT8 and row.platform == chip.kind)
-    reason = row.why_not(None, 'int8', f'TPU {chip.name}' if is_tpu else '')
+  if case.kernel in (*LOW_BIT, ADAPTED, dispatch.INT8, dispatch.GROUPED_ADAPTER):
+    reason = why_not(case, f'TPU {chip.name}' if is_tpu else '')
   elif case.kernel == 'quantize_weight':
     reason = (quantize_tpu if is_tpu else quantize_gpu).obstacle(case.layout())
   elif not is_tpu and 'stochastic' in (case.format, case.kernel.partition('_')[0]):
@@ -149,15 +167,14 @@ def obstacle(case: Case) -> str | None:
 Program = tuple[Callable[..., Any], list[Any]]
 
 
-def program(case: Case) -> Program:
-  """The call of a kernel, and the shapes and dtypes of its arguments."""
+def program(case: Case, **how: Any) -> Program:
+  """The call of a kernel, and the shapes and dtypes of its arguments; `how` is passed on to it."""
   m, k, n = case.shape
-  is_tpu = case.target.kind == 'tpu'
+  is_tpu = case.kind == 'tpu'
   array = jax.ShapeDtypeStruct
   if case.kernel in (*LOW_BIT, ADAPTED):
     layout = case.layout()
-    (row,) = (r for r in dispatch.TABLE if r.op == dispatch.LOW_BIT and r.platform == case.target.kind)
-    product = row.products['matmul_transposed' if case.kernel == LOW_BIT[1] else 'matmul']
+    product = implementation(case).products['matmul_transposed' if case.kernel == LOW_BIT[1] else 'matmul']
     tail = packed_rows(layout.tail.inputs, layout.bits) if layout.tail else 0
     codes = array((layout.byte_rows + tail, n), jnp.int8 if case.scheme.startswith('int8') else jnp.uint8)
     blocks = layout.blocks + (layout.tail is not None)
@@ -168,11 +185,16 @@ def program(case: Case) -> Program:
     dtype = jnp.dtype(case.dtype)
     x = array((m, n if case.kernel == LOW_BIT[1] else k), dtype)
     if case.kernel != ADAPTED:
-      return lambda x, codes, scale: product(x, codes, scale, None, layout), [x, codes, scale]
+      offset = [array((blocks, n), jnp.float32)] if parse_scheme(case.scheme).asymmetric else []
+
+      def multiply(x: jax.Array, codes: jax.Array, scale: Any, offset: jax.Array | None = None) -> Any:
+        return product(x, codes, scale, offset, layout, **how)
+
+      return multiply, [x, codes, scale, *offset]
     factors = [array((m, RANK), dtype), array((RANK, n), dtype), array((RANK, k), dtype)]
 
     def add(x: jax.Array, codes: jax.Array, scale: Any, low: jax.Array, b: jax.Array, a: jax.Array) -> Any:
-      return product(x, codes, scale, None, layout, adapter=LowRank(low, b, 2.0, a))
+      return product(x, codes, scale, None, layout, adapter=LowRank(low, b, 2.0, a), **how)
 
     return add, [x, codes, scale, *factors]
   if case.kernel == 'int8_matmul':
@@ -186,24 +208,23 @@ def program(case: Case) -> Program:
 
     def call(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
       row, column = {'nn': scales, 'nt': (*scales, None), 'tn': (None, *scales)}[case.format]
-      return matmul(a, b, row, column, form=case.format)
+      return matmul(a, b, row, column, form=case.format, **how)
 
     return call, [array(a, jnp.int8), array(b, jnp.int8), *held]
   if case.kernel == dispatch.GROUPED_ADAPTER:
-    (row,) = (r for r in dispatch.TABLE if r.op == case.kernel and r.platform == case.target.kind)
     g, r, dtype = case.sizes().groups, case.sizes().rank, jnp.dtype(case.dtype)
     factors = [array((m, k), dtype), array((g, r, k), dtype), array((g, r, n), dtype)]
-    return row.products['add'], [
+    return functools.partial(implementation(case).products['add'], **how), [
       array((m, n), jnp.float32), *factors, array((g,), jnp.float32), array((m,), jnp.int32)
     ]
   quantizers: Any = quantize_tpu if is_tpu else quantize_gpu
   if case.kernel == 'quantize_weight':
-    return functools.partial(quantizers.weight, layout=case.layout()), [array((k, n), jnp.float32)]
+    return functools.partial(quantizers.weight, layout=case.layout(), **how), [array((k, n), jnp.float32)]
   seed = array((), jnp.int32)
   if case.kernel == 'quantize_tokens':
     x = array((m, k), jnp.bfloat16)
-    return quantizers.tokens, [x] if case.format == 'nearest' else [x, seed]
-  return quantize_tpu.stochastic_round, [array((k, n), jnp.float32), seed]
+    return functools.partial(quantizers.tokens, **how), [x] if case.format == 'nearest' else [x, seed]
+  return functools.partial(quantize_tpu.stochastic_round, **how), [array((k, n), jnp.float32), seed]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,8 +334,8 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
 def _from_meetings(case: Case, equation: Any, is_tpu: bool) -> list[Panel]:
   """Panels of the kernels for several adapters, whose table of them is an argument; those that no row has are
   left out. A GPU reads each of the others once, as its cache holds them."""
-  mapping, rows, sizes = equation.params['grid_mapping'], case.shape[0], case.sizes()
-  of_row = jnp.arange(rows, dtype=jnp.int32) * sizes.groups // rows
+  mapping, sizes = equation.params['grid_mapping'], case.sizes()
+  of_row = jnp.asarray(case.of_row())
   met = np.unique(of_row)
   rank = max(sizes.rank, grouped_tiling.FEWEST_RANK) if is_tpu else sizes.rank
   factors = [(sizes.groups, rank, size) for size in (sizes.inputs, sizes.outputs)]

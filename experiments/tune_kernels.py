@@ -1,7 +1,8 @@
-"""Times ways to cut products with weights in few bits on the accelerator that is here, and keeps the fastest.
+"""Times ways to cut the products of kernels on the accelerator that is here, and keeps the fastest.
 
   python -m experiments.tune_kernels
-  python -m experiments.tune_kernels --formats=nf4:block=64,dq --shapes=1x4096x4096,2048x4096x4096
+  python -m experiments.tune_kernels --kernels=low_bit_matmul --formats=nf4:block=64,dq --shapes=1x4096x4096
+  python -m experiments.tune_kernels --kernels=int8_matmul,grouped_adapter
 
 For each product, format and shape the tiles that the kernel chooses by itself are timed in the same turns as
 other candidates, whose results are compared with theirs first. One that is faster by --gain becomes a row of
@@ -10,26 +11,35 @@ Tiles that do not compile are passed over and counted. Without an accelerator th
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
 from experiments import cli, kernel_cases, kernel_times
-from experiments.kernel_cases import Case
-from pallas_kernels import dispatch, tuned
-from pallas_kernels.low_bit_matmul import tiling
-from qjax import kernels
+from experiments.kernel_cases import LOW_BIT, Case
+from pallas_kernels import dispatch, target, tuned
+from pallas_kernels.grouped_adapter import tiling as grouped
+from pallas_kernels.int8_matmul import tiling as int8
+from pallas_kernels.low_bit_matmul import tiling as low_bit
 from qjax.errors import UserError
 from qjax.progress import Bar
 from qjax.quant.formats import parse_scheme
-from qjax.quant.qtensor import quantize
+
+# How far results may lie apart, as a share of the largest. Integers not at all; sums of floats in another
+# order, as many terms as there are inputs, a little; and x·A may then be rounded to the next number.
+APART = {**dict.fromkeys(LOW_BIT, 1e-3), dispatch.INT8: 0.0, dispatch.GROUPED_ADAPTER: 2.0**-7}
 
 _SHAPES = flags.DEFINE_list('shapes', [], 'Tokens x K x N of products; those of bench_kernels if empty.')
+_KERNELS = flags.DEFINE_list('kernels', [], f'Of {", ".join(APART)}; all if empty.')
 # Schemes hold commas, so each is a flag of its own.
-_FORMATS = flags.DEFINE_multi_string('formats', ['nf4:block=64,dq'], 'Scheme of a weight; may be repeated.')
+_FORMATS = flags.DEFINE_multi_string(
+  'formats', ['nf4:block=64,dq'], f'Scheme of a weight for {" and ".join(LOW_BIT)}; may be repeated.'
+)
 _MOST = flags.DEFINE_integer('most', 12, 'Candidates a product.', lower_bound=2)
 _REPEATS = flags.DEFINE_integer('repeats', 10, 'Timed calls of each, in turn.', lower_bound=3)
 _GAIN = flags.DEFINE_float('gain', 0.03, 'Share of time that a row must save.', lower_bound=0.0)
@@ -41,6 +51,8 @@ def main(argv: list[str]) -> int:
   shapes = [_shape(text) for text in _SHAPES.value] or list(kernel_cases.SHAPES)
   for scheme in _FORMATS.value:
     parse_scheme(scheme)
+  if unknown := [name for name in _KERNELS.value if name not in APART]:
+    raise UserError(f'--kernels: {unknown[0]!r} has no tiles to tune; {", ".join(APART)} have')
   platform = dispatch.target_platform()
   if platform not in ('tpu', 'gpu'):
     raise UserError(f'there is no TPU or NVIDIA GPU here, only a {platform}: nothing can be measured')
@@ -50,12 +62,13 @@ def main(argv: list[str]) -> int:
   except ValueError as error:
     raise UserError(f'{error}; move it away, or give another --table') from None
   cases = [
-    Case(kernel, scheme, shape, platform)
-    for scheme in _FORMATS.value for shape in shapes for kernel in kernel_cases.LOW_BIT
+    Case(kernel, each, shape, platform)
+    for kernel in _KERNELS.value or APART
+    for each in (_FORMATS.value if kernel in LOW_BIT else kernel_cases.KERNELS[kernel]) for shape in shapes
   ]  # fmt: skip
   with Bar('tuning', len(cases)) as bar:
     for index, case in enumerate(cases):
-      row, told = tune(case, platform, _MOST.value, _REPEATS.value, _GAIN.value)
+      row, told = tune(case, _MOST.value, _REPEATS.value, _GAIN.value)
       print(f'{case.kernel} {case.format} {"x".join(map(str, case.shape))}: {told}')
       if row is not None:
         rows[row.key] = row
@@ -73,47 +86,66 @@ def _shape(text: str) -> tuple[int, int, int]:
   return m, k, n
 
 
+def _cuts(case: Case) -> tuple[tuned.Product, Sequence[Any]]:
+  """The product of a case as the table has it, and ways to cut it, the kernel's own choice first."""
+  (m, k, n), is_tpu = case.shape, case.kind == 'tpu'
+  itemsize = jnp.dtype(case.dtype).itemsize
+  if case.kernel == dispatch.INT8:
+    size = {'nn': (m, n, k), 'nt': (m, k, n), 'tn': (k, n, m)}[case.format]
+    # Results are in float32.
+    tried = int8.candidates(*size, 4) if is_tpu else int8.candidates_gpu(*size)
+    return int8.product(case.format, *size, 4), tried
+  if case.kernel == dispatch.GROUPED_ADAPTER:
+    of = m, case.sizes(), itemsize
+    return grouped.product(*of), grouped.candidates(*of) if is_tpu else grouped.candidates_gpu(*of)
+  m = max(m, low_bit.FEWEST_TOKENS) if is_tpu else m  # the kernel fills rows up
+  args = m, n, case.layout(), itemsize, case.kernel == LOW_BIT[1]
+  return low_bit.product(*args), low_bit.candidates(*args) if is_tpu else low_bit.candidates_gpu(*args)
+
+
+def _draw(case: Case, arguments: list[Any]) -> list[Any]:
+  """Numbers for arguments given by shape and dtype: any codes, floats near 1, and the adapter of each row."""
+  random = np.random.default_rng(0)
+
+  def one(like: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jnp.floating):
+      return jnp.asarray(random.standard_normal(like.shape, np.float32)).astype(like.dtype)
+    if like.dtype == jnp.int32:
+      return jnp.asarray(case.of_row())
+    limits = jnp.iinfo(like.dtype)
+    return jnp.asarray(random.integers(max(limits.min, -127), limits.max + 1, like.shape, like.dtype))
+
+  drawn: list[Any] = jax.tree.map(one, arguments)
+  return drawn
+
+
 def tune(
-  case: Case, platform: str, most: int, repeats: int, gain: float, interpret: bool = False
+  case: Case, most: int, repeats: int, gain: float, interpret: bool = False
 ) -> tuple[tuned.Row | None, str]:
   """The row that a product deserves, None if its own choice is as good; and what was found, in words.
 
   Args:
-    case: the product.
-    platform: 'tpu' or 'gpu', whose kernel it is.
+    case: the product, its chip 'tpu' or 'gpu'.
     most: candidates.
     repeats: timed calls of each.
     gain: share of time that a row must save.
     interpret: run on a CPU, which shows that all works and times nothing of use.
   """
-  m, k, n = case.shape
-  is_transposed = case.kernel != kernel_cases.LOW_BIT[0]
-  w = jax.jit(lambda w: quantize(w, case.format))(kernel_times.draw((k, n), 'float32'))
-  x, arrays = kernel_times.draw((m, n if is_transposed else k), 'bfloat16', 1), kernels.arrays_of(w)
-  layout = kernels.layout_of(w)
-  size = (m, n, layout, x.dtype.itemsize)
-  (implementation,) = (r for r in dispatch.TABLE if (r.op, r.platform) == (dispatch.LOW_BIT, platform))
-  if (reason := implementation.why_not(layout, x.dtype)) is not None:
+  if (reason := kernel_cases.why_not(case, target.device().device_kind)) is not None:
     return None, reason
-  product = implementation.products[case.kernel.removeprefix('low_bit_')]
-  if platform == 'tpu':
-    filled = (max(m, tiling.FEWEST_TOKENS), *size[1:])
-    tried: tuple[Any, ...] = tiling.candidates(*filled, is_transposed)
-  else:
-    tried = tiling.candidates_gpu(*size, is_transposed)
+  product, tried = _cuts(case)
+  arguments = _draw(case, kernel_cases.program(case)[1])
   programs, failed, wanted = {}, 0, None
   for tiles in tried[:most]:
+    call, _ = kernel_cases.program(case, tiles=tiles, interpret=interpret)
     try:
-      program = kernel_times.bound(
-        lambda x, w, tiles=tiles: product(x, *w, layout, interpret=interpret, tiles=tiles), x, arrays
-      )
+      program = kernel_times.bound(call, *arguments)
       found = np.asarray(program())
     except Exception:  # Whatever a compiler says of tiles that it can't place.
       failed += 1
       continue
     wanted = found if wanted is None else wanted
-    # Sums in another order, of as many terms as there are inputs, in float32.
-    if np.max(np.abs(found - wanted)) > 1e-3 * np.max(np.abs(wanted)):
+    if not np.max(np.abs(found - wanted)) <= APART[case.kernel] * np.max(np.abs(wanted)):
       raise UserError(f'{case.kernel} with {tiles} computes something else than with {tried[0]}')
     programs[tiles] = program
   if tried[0] not in programs:
@@ -124,8 +156,7 @@ def tune(
   told = f'{1e6 * own:.1f} us, the fastest of {len(programs)} {1e6 * least:.1f} us; {failed} do not compile'
   if least > (1 - gain) * own:
     return None, told
-  key = tuned.key(case.kernel, m, n, layout, x.dtype.itemsize)
-  return tuned.Row(*key, dataclasses.asdict(best), 1e6 * least, 1e6 * own), told
+  return tuned.Row(*tuned.key(product), dataclasses.asdict(best), 1e6 * least, 1e6 * own), told
 
 
 if __name__ == '__main__':

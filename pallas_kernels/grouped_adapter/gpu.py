@@ -96,7 +96,7 @@ def obstacle(sizes: Sizes) -> str | None:
   return None
 
 
-@functools.partial(jax.jit, static_argnames=('interpret',))
+@functools.partial(jax.jit, static_argnames=('interpret', 'tiles'))
 def add(
   y: jax.Array,
   x: jax.Array,
@@ -105,6 +105,7 @@ def add(
   scale: jax.Array,
   of_row: jax.Array,
   interpret: bool = False,
+  tiles: GpuTiling | None = None,
 ) -> jax.Array:
   """y [M, N] with each row's adapter added, float32, as `reference.add` defines it.
 
@@ -116,13 +117,14 @@ def add(
     scale: float32 [G].
     of_row: int32 [M] in -1…G-1.
     interpret: run on a CPU.
+    tiles: how it is cut; None is `tiling.choose_gpu`.
 
   Raises:
     ValueError: as `reference.add`.
   """
   rows, inputs, outputs, groups, rank = reference.sizes(y.shape, x.shape, a.shape, b.shape, of_row.shape)
   sizes = Sizes(groups, rank, inputs, outputs)
-  tiles = tiling.choose_gpu(rows, sizes, x.dtype.itemsize)
+  tiles = tiles or tiling.choose_gpu(rows, sizes, x.dtype.itemsize)
   table, counts = tiling.meetings(of_row, tiles.rows, groups)
   down, slots = table.shape
   itemsize = x.dtype.itemsize

@@ -5,6 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuned
+from pallas_kernels.tuned import Product
+
 # A register of a TPU has 128 lanes; of bfloat16 it holds 16 sublanes.
 LANES, SUBLANES = 128, 16
 # The least rank of a TPU's tile; lower ones are filled up with zeros.
@@ -39,20 +42,48 @@ class Sizes:
     return 2 * itemsize * (rows * inputs + factors) + 4 * rows * (5 * outputs + 3 * LANES)
 
 
-def choose(rows: int, sizes: Sizes, itemsize: int) -> int:
-  """Rows of a TPU's tile.
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """How x and y are cut on a TPU.
+
+  Attributes:
+    rows: of a tile.
+  """
+
+  rows: int
+
+
+def candidates(rows: int, sizes: Sizes, itemsize: int) -> tuple[Tiling, ...]:
+  """Tiles for a TPU: the tallest of up to `ROWS` rows that fits, then shorter ones, then a taller one.
 
   Raises:
-    NotImplementedError: the fewest take more memory than there is.
+    NotImplementedError: the shortest takes more memory than there is.
   """
-  tile = min(ROWS, -(-rows // SUBLANES) * SUBLANES)
-  while sizes.held(tile, itemsize) > VMEM_BYTES:
-    if tile == SUBLANES:
-      raise NotImplementedError(
-        f'{SUBLANES} rows of {sizes.inputs} inputs and {sizes.outputs} outputs do not fit vector memory'
-      )
-    tile = max(SUBLANES, tile // 2 // SUBLANES * SUBLANES)
-  return tile
+  whole = -(-rows // SUBLANES) * SUBLANES
+  cuts = [min(ROWS, whole)]
+  while cuts[-1] > SUBLANES:
+    cuts.append(max(SUBLANES, cuts[-1] // 2 // SUBLANES * SUBLANES))
+  tiles = tuple(
+    Tiling(cut) for cut in (*cuts, min(2 * ROWS, whole)) if sizes.held(cut, itemsize) <= VMEM_BYTES
+  )
+  if not tiles:
+    raise NotImplementedError(
+      f'{SUBLANES} rows of {sizes.inputs} inputs and {sizes.outputs} outputs do not fit vector memory'
+    )
+  return tuple(dict.fromkeys(tiles))
+
+
+def product(rows: int, sizes: Sizes, itemsize: int) -> Product:
+  """What is added, as the table of measured tiles has it."""
+  form = f'{sizes.groups} adapters of rank {sizes.rank}'
+  return Product('grouped_adapter', form, (rows, sizes.inputs, sizes.outputs), itemsize)
+
+
+def choose(rows: int, sizes: Sizes, itemsize: int) -> Tiling:
+  """The tiles for a TPU that were measured to be fastest, else the first of `candidates`."""
+  args = (rows, sizes, itemsize)
+  whole = -(-rows // SUBLANES) * SUBLANES
+  return tuned.choose(candidates(*args), product(*args), lambda found: Tiling(min(found.rows, whole)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +112,22 @@ PROGRAMS = 256
 
 
 def choose_gpu(rows: int, sizes: Sizes, itemsize: int) -> GpuTiling:
+  """The tiles for a GPU that were measured to be fastest, else the first of `candidates_gpu`."""
+  args = (rows, sizes, itemsize)
+  return tuned.choose(candidates_gpu(*args), product(*args))
+
+
+def candidates_gpu(rows: int, sizes: Sizes, itemsize: int) -> tuple[GpuTiling, ...]:
+  """Tiles that a tuner may try on a GPU; the first is what is taken where nothing was measured.
+
+  Each of the others has one size or number of shares twice or half as large.
+  """
+  first = _heuristic(rows, sizes, itemsize)
+  bounds = {'rows': (16, 128), 'depth': (16, 128), 'columns': (16, 128)}
+  return tuned.neighbours(first, {**bounds, 'splits': (1, -(-sizes.inputs // first.depth))})
+
+
+def _heuristic(rows: int, sizes: Sizes, itemsize: int) -> GpuTiling:
   """Tiles of up to 64 rows, 32 of float32; few rows are shared out among more programs."""
 
   def power(size: int, least: int, most: int) -> int:

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_adapter import reference, tiling
-from pallas_kernels.grouped_adapter.tiling import Sizes
+from pallas_kernels.grouped_adapter.tiling import Sizes, Tiling
 
 
 def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
@@ -44,13 +44,13 @@ def _kernel(
 def obstacle(sizes: Sizes) -> str | None:
   """Why no tile serves adapters of these sizes, None if one does."""
   try:
-    tiling.choose(1, sizes, 4)
+    tiling.candidates(1, sizes, 4)
   except NotImplementedError as error:
     return str(error)
   return None
 
 
-@functools.partial(jax.jit, static_argnames=('interpret',))
+@functools.partial(jax.jit, static_argnames=('interpret', 'tiles'))
 def add(
   y: jax.Array,
   x: jax.Array,
@@ -59,6 +59,7 @@ def add(
   scale: jax.Array,
   of_row: jax.Array,
   interpret: Any = False,
+  tiles: Tiling | None = None,
 ) -> jax.Array:
   """y [M, N] with each row's adapter added, float32, as `reference.add` defines it.
 
@@ -70,24 +71,26 @@ def add(
     scale: float32 [G].
     of_row: int32 [M] in -1…G-1.
     interpret: run on a CPU, True or `pltpu.InterpretParams`.
+    tiles: how it is cut; None is `tiling.choose`.
 
   Raises:
     ValueError: as `reference.add`.
     NotImplementedError: no tile serves.
   """
   given, inputs, outputs, groups, rank = reference.sizes(y.shape, x.shape, a.shape, b.shape, of_row.shape)
+  tiles = tiles or tiling.choose(given, Sizes(groups, rank, inputs, outputs), x.dtype.itemsize)
   # Mosaic can't lay out one row of bfloat16 as the operand of a product.
   more_rank = (0, max(0, tiling.FEWEST_RANK - rank))
   a, b = (jnp.pad(each, ((0, 0), more_rank, (0, 0))) for each in (a, b))
   rank += more_rank[1]
   itemsize = x.dtype.itemsize
-  tall = tiling.choose(given, Sizes(groups, rank, inputs, outputs), itemsize)
+  tall = tiles.rows
   rows = max(given, tall)
   more = (0, rows - given)
   x, y = jnp.pad(x, (more, (0, 0))), jnp.pad(y, (more, (0, 0)))
   of_row = jnp.pad(of_row, more, constant_values=-1)
   table, counts = tiling.meetings(of_row, tall, groups)
-  tiles, slots = table.shape
+  down, slots = table.shape
 
   def of_tile(tile: Any, slot: Any, *_: Any) -> tuple[Any, Any]:
     return tile, 0
@@ -99,7 +102,7 @@ def add(
     functools.partial(_kernel, slots=slots),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=3,
-      grid=(tiles, slots),
+      grid=(down, slots),
       in_specs=[
         pl.BlockSpec((tall, 1), of_tile),
         pl.BlockSpec((tall, inputs), of_tile),
@@ -116,7 +119,7 @@ def add(
     # As if each tile met one adapter; how many it meets is known when it runs.
     cost_estimate=pl.CostEstimate(
       flops=2 * rows * rank * (inputs + outputs),
-      bytes_accessed=itemsize * (rows * inputs + tiles * rank * (inputs + outputs)) + 8 * rows * outputs,
+      bytes_accessed=itemsize * (rows * inputs + down * rank * (inputs + outputs)) + 8 * rows * outputs,
       transcendentals=0,
     ),
     interpret=interpret,

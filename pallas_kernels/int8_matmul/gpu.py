@@ -80,7 +80,7 @@ def _kernel(
   plt.store(y_ref.at[:, :], reference.scaled(sums, row, column, y_ref.dtype), mask=mask)
 
 
-@functools.partial(jax.jit, static_argnames=('form', 'dtype', 'interpret'))
+@functools.partial(jax.jit, static_argnames=('form', 'dtype', 'interpret', 'tiles'))
 def matmul(
   a: jax.Array,
   b: jax.Array,
@@ -89,11 +89,12 @@ def matmul(
   form: str = 'nn',
   dtype: jnp.dtype = jnp.dtype('float32'),
   interpret: bool = False,
+  tiles: GpuTiling | None = None,
 ) -> jax.Array:
-  """As `reference.matmul`, bit for bit; arguments and errors are those of `tpu.matmul`."""
+  """As `reference.matmul`, bit for bit; arguments and errors are those of `tpu.matmul`, but for its tiles."""
   rows, columns, depth = size = reference.sizes(a.shape, b.shape, form)
   first, second = FORMS[form]
-  tiles = tiling.choose_gpu(rows, columns, depth)
+  tiles = tiles or tiling.choose_gpu(form, rows, columns, depth, jnp.dtype(dtype).itemsize)
   share = tiles.steps(depth) * tiles.depth
   is_whole = tiles.splits == 1
   a_spec = (

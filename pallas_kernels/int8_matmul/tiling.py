@@ -1,8 +1,11 @@
-"""How a product of integers is cut into tiles: on a TPU by the bytes that each cut moves."""
+"""How a product of integers is cut into tiles: by bytes moved on a TPU, on a GPU by its shape."""
 
 import dataclasses
 import functools
 import itertools
+
+from pallas_kernels import tuned
+from pallas_kernels.tuned import Product
 
 # A register of a TPU holds 32 sublanes of 128 lanes of int8.
 SUBLANES, LANES = 32, 128
@@ -54,9 +57,10 @@ class Tiling:
     return operands + self.rows * self.columns * (2 * itemsize + 4)
 
 
-def filled_depth(depth: int) -> int:
-  """Terms of a sum once it is filled up with zeros where it can't be cut evenly and is long."""
-  return depth if depth <= STEP_DEPTH or depth % LANES == 0 else -(-depth // 1024) * 1024
+def filled(rows: int, depth: int) -> tuple[int, int]:
+  """Rows and terms of a sum once filled up with zeros: few rows, and long sums that can't be cut evenly."""
+  is_even = depth <= STEP_DEPTH or depth % LANES == 0
+  return max(rows, SUBLANES), depth if is_even else -(-depth // 1024) * 1024
 
 
 def _cuts(size: int, most: int) -> list[int]:
@@ -66,11 +70,18 @@ def _cuts(size: int, most: int) -> list[int]:
 
 
 @functools.cache
-def choose(rows: int, columns: int, depth: int, itemsize: int) -> Tiling:
-  """The tiles for a TPU that cost least: bytes moved, the first tiles, which nothing hides, and steps.
+def candidates(rows: int, columns: int, depth: int, itemsize: int) -> tuple[Tiling, ...]:
+  """Tiles for a TPU, what costs least first: bytes moved, the first tiles, which nothing hides, and steps.
 
   Along each axis a tile is a multiple of what registers hold, or the whole axis.
+
+  Args:
+    rows: of the result; as `filled` says.
+    columns: of the result.
+    depth: terms of a sum; as `filled` says.
+    itemsize: bytes of an element of the result.
   """
+  rows, depth = filled(rows, depth)
   depths = [depth] if depth <= 4 * STEP_DEPTH else []
   depths += [cut for cut in range(LANES, STEP_DEPTH + 1, LANES) if depth % cut == 0 and cut < depth]
 
@@ -81,7 +92,26 @@ def choose(rows: int, columns: int, depth: int, itemsize: int) -> Tiling:
 
   cuts = itertools.product(_cuts(rows, 2048), _cuts(columns, 2048), depths, (False, True))
   tiles = (Tiling(*cut) for cut in cuts)
-  return min((t for t in tiles if t.held(rows, columns, depth, itemsize) <= VMEM_BYTES), key=cost)
+  return tuple(sorted((t for t in tiles if t.held(rows, columns, depth, itemsize) <= VMEM_BYTES), key=cost))
+
+
+def product(form: str, rows: int, columns: int, depth: int, itemsize: int) -> Product:
+  """The product of a form in `reference.FORMS` as the table of measured tiles has it, by tokens, K and N."""
+  shape = {'nn': (rows, depth, columns), 'nt': (rows, columns, depth), 'tn': (depth, rows, columns)}[form]
+  return Product('int8_matmul', form, shape, itemsize)
+
+
+def choose(form: str, rows: int, columns: int, depth: int, itemsize: int) -> Tiling:
+  """The tiles for a TPU that were measured to be fastest, else the first of `candidates`."""
+  size = (rows, columns, depth)
+  rows, depth = filled(rows, depth)
+
+  def fitted(found: Tiling) -> Tiling:
+    return dataclasses.replace(
+      found, rows=min(found.rows, rows), columns=min(found.columns, columns), depth=min(found.depth, depth)
+    )
+
+  return tuned.choose(candidates(*size, itemsize), product(form, *size, itemsize), fitted)
 
 
 # Programs that keep every core of a large GPU busy.
@@ -113,7 +143,23 @@ class GpuTiling:
     return -(-depth // (self.splits * self.depth))
 
 
-def choose_gpu(rows: int, columns: int, depth: int) -> GpuTiling:
+def choose_gpu(form: str, rows: int, columns: int, depth: int, itemsize: int) -> GpuTiling:
+  """The tiles for a GPU that were measured to be fastest, else the first of `candidates_gpu`."""
+  size = (rows, columns, depth)
+  return tuned.choose(candidates_gpu(*size), product(form, *size, itemsize))
+
+
+def candidates_gpu(rows: int, columns: int, depth: int) -> tuple[GpuTiling, ...]:
+  """Tiles that a tuner may try on a GPU; the first is what is taken where nothing was measured.
+
+  Each of the others has one size, number of shares, warps or stages twice or half as large.
+  """
+  first = _heuristic(rows, columns, depth)
+  bounds = {'rows': (16, 256), 'columns': (16, 256), 'depth': (32, 256), 'splits': (1, first.steps(depth))}
+  return tuned.neighbours(first, {**bounds, 'warps': (2, 8), 'stages': (2, 6)})
+
+
+def _heuristic(rows: int, columns: int, depth: int) -> GpuTiling:
   """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, so that many programs read the weight."""
 
   def power(size: int, least: int, most: int) -> int:

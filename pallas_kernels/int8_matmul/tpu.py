@@ -79,7 +79,7 @@ def obstacle(device_kind: str) -> str | None:
   return None
 
 
-@functools.partial(jax.jit, static_argnames=('form', 'dtype', 'interpret'))
+@functools.partial(jax.jit, static_argnames=('form', 'dtype', 'interpret', 'tiles'))
 def matmul(
   a: jax.Array,
   b: jax.Array,
@@ -88,6 +88,7 @@ def matmul(
   form: str = 'nn',
   dtype: jnp.dtype = jnp.dtype('float32'),
   interpret: Any = False,
+  tiles: Tiling | None = None,
 ) -> jax.Array:
   """As `reference.matmul`, bit for bit.
 
@@ -99,16 +100,17 @@ def matmul(
     form: a name in `reference.FORMS`.
     dtype: float32 or bfloat16, or int32 without scales.
     interpret: run on a CPU, True or `pltpu.InterpretParams`.
+    tiles: how it is cut; None is `tiling.choose`.
 
   Raises:
     ValueError: as `reference.matmul`.
   """
   given, columns, depth = reference.sizes(a.shape, b.shape, form)
   first, second = FORMS[form]
-  rows, depth = max(given, tiling.SUBLANES), tiling.filled_depth(depth)
-  a, b = _filled(_filled(a, first, depth), 1 - first, rows), _filled(b, second, depth)
   itemsize = jnp.dtype(dtype).itemsize
-  tiles = tiling.choose(rows, columns, depth, itemsize)
+  tiles = tiles or tiling.choose(form, given, columns, depth, itemsize)
+  rows, depth = tiling.filled(given, depth)
+  a, b = _filled(_filled(a, first, depth), 1 - first, rows), _filled(b, second, depth)
   across, down = pl.cdiv(columns, tiles.columns), pl.cdiv(rows, tiles.rows)
 
   def spec(shape: tuple[int, int], where: Any, copies: int = 2) -> pl.BlockSpec:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from pallas_kernels import tuned
 from pallas_kernels.low_bit_matmul.layout import Layout
+from pallas_kernels.tuned import Product
 
 # Of the product and of that with the transposed weight.
 NAMES = ('low_bit_matmul', 'low_bit_matmul_transposed')
@@ -198,6 +199,14 @@ def candidates(
   return tuple(sorted(tiles, key=cost))
 
 
+def product(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> Product:
+  """The product as the table of measured tiles has it."""
+  form = f'{layout.bits} bits, blocks of {layout.span}'
+  form += ', table' if layout.levels is not None else ''
+  form += ', scales in 8 bits' if layout.double_quantized else ''
+  return Product(NAMES[transposed], form, (tokens, layout.inputs, outputs), itemsize)
+
+
 def choose(
   tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool, rank: int = 0
 ) -> Tiling:
@@ -205,14 +214,13 @@ def choose(
 
   An adapter was not measured; tiles that leave no room for it are not taken.
   """
-  args = (tokens, outputs, layout, itemsize)
-  found = tuned.tiles(Tiling, NAMES[transposed], *args)
-  if found is not None:
-    found = dataclasses.replace(found, tokens=min(found.tokens, -(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS))
-    grid = found.grid(tokens, outputs, layout, transposed)
-    if not rank or found.held(grid, layout, itemsize, transposed, rank) <= VMEM_BYTES:
-      return found
-  return candidates(*args, transposed, rank)[0]
+  args = (tokens, outputs, layout, itemsize, transposed)
+  whole = -(-tokens // FEWEST_TOKENS) * FEWEST_TOKENS
+
+  def fitted(found: Tiling) -> Tiling:
+    return dataclasses.replace(found, tokens=min(found.tokens, whole))
+
+  return tuned.choose(candidates(*args, rank), product(*args), fitted)
 
 
 # Programs that keep every core of a large GPU busy.
@@ -266,8 +274,8 @@ def _power(size: int) -> int:
 
 def choose_gpu(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> GpuTiling:
   """The tiles for a GPU that were measured to be fastest, else the first of `candidates_gpu`."""
-  args = (tokens, outputs, layout, itemsize)
-  return tuned.tiles(GpuTiling, NAMES[transposed], *args) or candidates_gpu(*args, transposed)[0]
+  args = (tokens, outputs, layout, itemsize, transposed)
+  return tuned.choose(candidates_gpu(*args), product(*args))
 
 
 def candidates_gpu(

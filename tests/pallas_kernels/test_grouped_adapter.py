@@ -111,10 +111,10 @@ def test_an_adapter_that_is_not_met_is_not_multiplied(name: str):
   np.testing.assert_array_equal(found, BACKENDS[name](y, x, a, b, scale, of_row))
 
 
-def test_no_tile_is_raced_for(monkeypatch: pytest.MonkeyPatch):
-  monkeypatch.setattr(tiling, 'ROWS', 16)
+def test_no_tile_is_raced_for():
   arguments, wanted = draw((64, 17, 131, 3, 8, 'interleaved'), 'float32')
-  found = tpu.add.__wrapped__(*arguments, interpret=pltpu.InterpretParams(detect_races=True))
+  how = pltpu.InterpretParams(detect_races=True)
+  found = tpu.add(*arguments, interpret=how, tiles=tiling.Tiling(16))
   np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
   from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
@@ -131,7 +131,7 @@ def test_a_tile_meets_its_own_adapters_in_order():
 
 def test_tiles_fit_a_tpu_and_what_cannot_is_refused():
   for sizes in (Sizes(8, 16, 4096, 11008), Sizes(64, 128, 11008, 4096), Sizes(2, 1, 17, 7)):
-    rows = tiling.choose(2048, sizes, 4)
+    rows = tiling.choose(2048, sizes, 4).rows
     assert rows >= 16 and sizes.held(rows, 4) <= tiling.VMEM_BYTES
   huge = Sizes(2, 8, 10**6, 10**6)
   with pytest.raises(NotImplementedError, match=r"do not fit vector memory; use kernels = 'auto' or 'xla'"):

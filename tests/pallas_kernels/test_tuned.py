@@ -6,25 +6,30 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from experiments import kernel_times, tune_kernels
+from experiments import kernel_cases, kernel_times, tune_kernels
 from experiments.kernel_cases import Case
 from pallas_kernels import tuned
-from pallas_kernels.low_bit_matmul import gpu, reference, tiling
+from pallas_kernels.grouped_adapter import tiling as grouped
+from pallas_kernels.grouped_adapter.tiling import Sizes
+from pallas_kernels.int8_matmul import tiling as int8
+from pallas_kernels.low_bit_matmul import tiling
 from pallas_kernels.low_bit_matmul.layout import Layout
 from pallas_kernels.low_bit_matmul.tiling import Tiling
+from qjax.errors import UserError
 
 LAYOUT = Layout(512, 64, 4, levels=tuple(range(16)))
+TILES = Tiling(32, 256, 128, True)
 
 
-def row(**changes: object) -> tuned.Row:
-  key = tuned.key('low_bit_matmul', 20, 256, LAYOUT, 2)
-  tiles = dataclasses.asdict(Tiling(32, 256, 128, True))
-  return dataclasses.replace(tuned.Row(*key, tiles, 10.0, 12.0), **changes)
+def row(product: tuned.Product | None = None, tiles: Any = TILES) -> tuned.Row:
+  product = tiling.product(20, 256, LAYOUT, 2, False) if product is None else product
+  return tuned.Row(*tuned.key(product), dataclasses.asdict(tiles), 10.0, 12.0)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *rows: tuned.Row) -> None:
@@ -38,62 +43,131 @@ def test_the_table_that_comes_along_is_read():
 def test_a_row_goes_before_what_the_kernel_chooses(monkeypatch: pytest.MonkeyPatch):
   own = tiling.choose(20, 256, LAYOUT, 2, False)
   use(monkeypatch, row())
-  assert tiling.choose(20, 256, LAYOUT, 2, False) == Tiling(32, 256, 128, True) != own
+  assert tiling.choose(20, 256, LAYOUT, 2, False) == TILES != own
   # Fewer rows of x than a tile of the row's number of them.
   assert tiling.choose(17, 256, LAYOUT, 2, False).tokens == 32
   for others in ((20, 256, LAYOUT, 2, True), (20, 384, LAYOUT, 2, False), (40, 256, LAYOUT, 2, False)):
     assert tiling.choose(*others) == tiling.candidates(*others)[0]
-  use(monkeypatch, row(tiles={'tokens': 16}))
+  use(monkeypatch, dataclasses.replace(row(), tiles={'tokens': 16}))
   with pytest.raises(ValueError, match=r"hold \['tokens'\], not \['columns'"):
     tiling.choose(20, 256, LAYOUT, 2, False)
 
 
+@pytest.mark.parametrize('form,size', [('nn', (20, 5, 7)), ('nt', (20, 7, 5)), ('tn', (7, 5, 20))])
+def test_forms_of_a_product_of_integers_have_one_shape(form: str, size: tuple[int, int, int]):
+  _, found = tuned.key(int8.product(form, *size, 4))
+  assert found == ('int8_matmul', form, (32, 7, 5), 4)
+  assert tuned.key(int8.product(form, *size, 4)) != tuned.key(int8.product(form, *size, 2))
+
+
+def test_a_row_of_integers_serves_its_form_alone(monkeypatch: pytest.MonkeyPatch):
+  size = (2048, 1024, 1024)
+  for tried, choose in (
+    (int8.candidates(*size, 4), int8.choose), (int8.candidates_gpu(*size), int8.choose_gpu)
+  ):  # fmt: skip
+    use(monkeypatch, row(int8.product('nt', *size, 4), tried[1]))
+    assert choose('nt', *size, 4) == tried[1] != tried[0] == choose('nn', *size, 4)
+
+
+def test_tiles_for_other_tokens_are_cut_or_passed_over(monkeypatch: pytest.MonkeyPatch):
+  # In the gradient of a weight tokens are summed: cuts of 2,048 need not divide 1,500.
+  product = int8.product('tn', 1024, 1024, 2048, 4)
+  for measured, wanted in (
+    (int8.Tiling(1024, 512, 2048), int8.Tiling(1024, 512, 1500)), (int8.Tiling(1024, 512, 512), None)
+  ):  # fmt: skip
+    use(monkeypatch, row(product, measured))
+    assert int8.choose('tn', 1024, 1024, 2048, 4) == measured
+    found = int8.choose('tn', 1024, 1024, 1500, 4)
+    assert found == (wanted or int8.candidates(1024, 1024, 1500, 4)[0]) != measured
+  sizes = Sizes(8, 16, 256, 256)
+  use(monkeypatch, row(grouped.product(100, sizes, 2), grouped.Tiling(128)))
+  assert grouped.choose(100, sizes, 2).rows == 112 and grouped.choose(128, sizes, 2).rows == 128
+
+
 def test_what_is_written_is_read_and_what_is_damaged_is_said(tmp_path: Path):
   path = tmp_path / 'tuned.json'
-  tuned.write({row().key: row()}, path)
-  assert tuned.read(path) == {row().key: row()}
-  whole = json.loads(path.read_text())
-  whole['rows'][0].pop('tiles')
-  for damaged in ('{"version": 1', '{"version": 2, "rows": []}', '[]', json.dumps(whole)):
-    path.write_text(damaged)
+  rows = [row(), row(int8.product('nt', 7, 17, 131, 4), int8.GpuTiling(16, 32, 32, 1, 4))]
+  rows.append(row(grouped.product(7, Sizes(2, 8, 64, 64), 2), grouped.Tiling(16)))
+  tuned.write({each.key: each for each in rows}, path)
+  assert tuned.read(path) == {each.key: each for each in rows}
+  damaged = ['{"version": 2', '{"version": 1, "rows": []}', '[]']
+  for change in (
+    lambda row: row.pop('tiles'), lambda row: row.pop('product'), lambda row: row['product'].pop('form'),
+    lambda row: row['product'].update(form=[]), lambda row: row['product'].update(shape=[1, 2]),
+    lambda row: row['product'].update(more=1),
+  ):  # fmt: skip
+    whole = json.loads(json.dumps({'version': 2, 'rows': json.loads(path.read_text())['rows']}))
+    change(whole['rows'][0])
+    damaged.append(json.dumps(whole))
+  for text in damaged:
+    (tmp_path / 'damaged.json').write_text(text)
     with pytest.raises(ValueError, match='is no table of tuned tiles'):
-      tuned.read(path)
+      tuned.read(tmp_path / 'damaged.json')
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'gpu'])
-def test_the_fastest_becomes_a_row(platform: str, monkeypatch: pytest.MonkeyPatch):
-  case = Case('low_bit_matmul', 'nf4:block=64', (16, 128, 256), platform)
+@pytest.mark.parametrize('kernel,form', [
+  ('low_bit_matmul', 'nf4:block=64,dq'), ('low_bit_matmul_transposed', 'int4:block=64,asym'),
+  ('int8_matmul', 'nn'), ('int8_matmul', 'nt'), ('int8_matmul', 'tn'), ('grouped_adapter', '3:16'),
+])  # fmt: skip
+def test_the_fastest_becomes_a_row_that_the_kernel_takes(
+  kernel: str, form: str, platform: str, monkeypatch: pytest.MonkeyPatch
+):
+  # More tokens than the kernels' least, or fewer for which they fill x up.
+  case = Case(kernel, form, (40 if kernel == 'grouped_adapter' else 9, 128, 256), platform)
 
   def second_is_fastest(programs, repeats, together=1):
     return {name: 1.0 - 0.5 * (index == 1) for index, name in enumerate(programs)}
 
+  def spy(*arguments):
+    chosen.append(choose(*arguments))
+    return chosen[-1]
+
+  chosen, choose = [], tuned.choose
+  monkeypatch.setattr(tuned, 'choose', spy)
   monkeypatch.setattr(kernel_times, 'in_turn', second_is_fastest)
-  found, told = tune_kernels.tune(case, platform, most=3, repeats=1, gain=0.1, interpret=True)
+  found, told = tune_kernels.tune(case, most=3, repeats=1, gain=0.1, interpret=True)
   assert found is not None and found.microseconds == found.heuristic_microseconds / 2 and '0 do not' in told
+  assert tune_kernels.tune(case, most=2, repeats=1, gain=0.6, interpret=True)[0] is None
+  assert not chosen, 'tiles that are given were not taken'
   use(monkeypatch, found)
-  layout = Case(*dataclasses.astuple(case)).layout()
-  if platform == 'tpu':
-    assert tiling.choose(16, 256, layout, 2, False) == tiling.candidates(16, 256, layout, 2, False)[1]
-  else:
-    assert tiling.choose_gpu(16, 256, layout, 2, False) == tiling.candidates_gpu(16, 256, layout, 2, False)[1]
-  found, _ = tune_kernels.tune(case, platform, most=3, repeats=1, gain=0.6, interpret=True)
-  assert found is None
+  jax.clear_caches()
+  call, arguments = kernel_cases.program(case, interpret=True)
+  jax.eval_shape(call, *arguments)
+  assert [dataclasses.asdict(each) for each in chosen] == [found.tiles]
 
 
-def test_without_an_accelerator_nothing_is_measured():
-  command = [sys.executable, '-m', 'experiments.tune_kernels']
+def test_tiles_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch):
+  case, calls, bound = Case('int8_matmul', 'nn', (16, 128, 256), 'tpu'), [], kernel_times.bound
+
+  def second_is_wrong(*arguments):
+    program, is_wrong = bound(*arguments), bool(calls)
+    calls.append(program)
+    return lambda: program().at[0, 0].set(jnp.nan) if is_wrong else program()
+
+  monkeypatch.setattr(kernel_times, 'bound', second_is_wrong)
+  with pytest.raises(UserError, match='computes something else'):
+    tune_kernels.tune(case, most=2, repeats=1, gain=0.1, interpret=True)
+
+
+@pytest.mark.parametrize('flag,says', [
+  ('--kernels=int8_matmul', 'nothing can be measured'),
+  ('--kernels=quantize_tokens', "'quantize_tokens' has no tiles to tune; low_bit_matmul, "),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused(flag: str, says: str):
+  command = [sys.executable, '-m', 'experiments.tune_kernels', flag]
   environment = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
   ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
   assert ended.returncode == 2 and 'Traceback' not in ended.stderr
-  assert 'nothing can be measured' in ended.stderr
+  assert says in ended.stderr
 
 
-def test_candidates_compute_the_same():
-  x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 512)), jnp.float32)
-  codes = jnp.asarray(np.random.default_rng(1).integers(0, 256, (256, 300)), jnp.uint8)
-  scale = jnp.full((8, 300), 0.1)
-  wanted = reference.matmul(x, codes, scale, None, LAYOUT)
-  for tiles in tiling.candidates_gpu(40, 300, LAYOUT, 4, False)[:6]:
-    found = gpu.matmul(x, codes, scale, None, LAYOUT, interpret=True, tiles=tiles)
-    # 512 products of numbers up to 6 in float32, added in another order.
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=512 * 6 * 2.0**-23)
+@pytest.mark.parametrize('case', [
+  Case('low_bit_matmul', 'nf4:block=64', (40, 512, 300), 'gpu'),
+  Case('int8_matmul', 'tn', (200, 64, 96), 'gpu'), Case('int8_matmul', 'tn', (256, 384, 130), 'tpu'),
+  Case('grouped_adapter', '3:16', (40, 256, 96), 'gpu'),
+])  # fmt: skip
+def test_candidates_compute_the_same(case: Case):
+  # `tune` compares them.
+  found, told = tune_kernels.tune(case, most=6, repeats=1, gain=1.0, interpret=True)
+  assert found is None and 'the fastest of 6 ' in told and told.endswith('0 do not compile')
