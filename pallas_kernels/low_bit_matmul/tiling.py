@@ -5,8 +5,9 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
-from pallas_kernels import tuned
+from pallas_kernels import grid_order, tuned
 from pallas_kernels.low_bit_matmul.layout import Layout
 
 # Of the product and of that with the transposed weight.
@@ -204,6 +205,9 @@ class GpuTiling:
     splits: shares of the summed axis, each the work of another program.
     warps: of 32 threads, a program.
     stages: steps of the loop that are in flight.
+    group: tiles of tokens of a group of programs, as `grid_order` numbers them.
+    stack: tiles of the weight, one below the other, whose results a program of the transposed product owns;
+      they divide `row_tiles`.
   """
 
   tokens: int
@@ -212,6 +216,19 @@ class GpuTiling:
   splits: int = 1
   warps: int = 4
   stages: int = 2
+  group: int = 1
+  stack: int = 1
+
+  def grid(self, tokens: int, outputs: int, layout: Layout, transposed: bool) -> tuple[int, int]:
+    """Tiles of the result: of tokens, and of columns or of stacks of rows of the weight."""
+    across = self.row_tiles(layout) // self.stack if transposed else -(-outputs // self.columns)
+    return -(-tokens // self.tokens), across
+
+  def place(
+    self, program: Any, tokens: int, outputs: int, layout: Layout, transposed: bool
+  ) -> tuple[Any, Any]:
+    """Which tile of tokens and which of `grid`'s others a program owns."""
+    return grid_order.place(program, *self.grid(tokens, outputs, layout, transposed), self.group)
 
   def tiles_of_block(self, layout: Layout) -> int:
     return -(-layout.rows_of_block // self.rows)
