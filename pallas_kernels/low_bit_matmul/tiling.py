@@ -190,6 +190,8 @@ def choose(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed:
 
 # Programs that keep every core of a large GPU busy.
 PROGRAMS = 256
+# Programs that are enough for large tiles: most cores of one have work.
+FEWEST_LARGE = 96
 # Tensor cores take at least 16 rows, columns and terms.
 LEAST = 16
 
@@ -275,18 +277,46 @@ def candidates_gpu(
 def _heuristic(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> GpuTiling:
   """Tiles for activations of `itemsize` bytes that registers hold, and enough of them to fill a GPU.
 
-  A product of float32 runs outside the tensor cores and keeps its operands in registers, so its tiles are
-  smaller. Where few programs would run, as in decoding, the summed axis is split among more of them, in
-  shares of four steps or more.
+  A result of 128 by 128 is what the registers of eight warps hold beside the codes that they decode, and a
+  weight is decoded again for each tile of tokens: so it is taken where that many programs of it fill a GPU.
+  Else a tile is 64 by 64. A product of float32 runs outside the tensor cores and keeps its operands in
+  registers, so its tiles are smaller. Where few programs would run, as in decoding, the summed axis is split
+  among more of them, in shares of four steps or more. The order of programs is by bytes (`grid_order`).
   """
-  wide = itemsize == 4
-  most = max(LEAST, 64 // layout.planes // (2 if wide else 1))
+  single = itemsize == 4
+  size = 32 if single else 64
+  kept = layout.inputs if transposed else outputs
+  large = not single and -(-tokens // 128) * -(-kept // 128) >= FEWEST_LARGE
+  wide = 128 if large else size
+  # Of the transposed product's result a tile has all planes, in one stack or more; else they are steps.
+  most = max(LEAST, (wide if transposed and large else size) // layout.planes)
   m = layout.rows_of_block
   # A power of two that divides a block's rows, so that no tile is partly empty, if one of at least 16 does.
   even = min(most, m & -m)
   rows = even if even >= LEAST else max(LEAST, min(most, _power(m)))
-  tiles = GpuTiling(max(LEAST, min(32 if wide else 64, _power(tokens))), rows, 32 if wide else 64)
+  columns = wide if large and not transposed else size
+  tiles = GpuTiling(wide if large else max(LEAST, min(size, _power(tokens))), rows, columns)
+  if large:
+    tiles = dataclasses.replace(tiles, warps=8)
+  if large and transposed:
+    stacked = max(1, wide // (layout.planes * rows))
+    tiles = dataclasses.replace(tiles, stack=math.gcd(stacked, tiles.row_tiles(layout)))
   row_tiles, column_tiles = tiles.row_tiles(layout), -(-outputs // tiles.columns)
-  owned, summed = (row_tiles, column_tiles) if transposed else (column_tiles, row_tiles)
-  programs = -(-tokens // tiles.tokens) * owned
-  return dataclasses.replace(tiles, splits=max(1, min(PROGRAMS // programs, summed // 4)))
+  down, across = tiles.grid(tokens, outputs, layout, transposed)
+  summed = column_tiles if transposed else row_tiles
+  return _ordered(
+    dataclasses.replace(tiles, splits=max(1, min(PROGRAMS // (down * across), summed // 4))),
+    tokens, outputs, layout, itemsize, transposed,
+  )  # fmt: skip
+
+
+def _ordered(
+  tiles: GpuTiling, tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool
+) -> GpuTiling:
+  """The tiles in the order in which they read the fewest bytes."""
+  down, across = tiles.grid(tokens, outputs, layout, transposed)
+  summed = outputs if transposed else layout.inputs
+  row_bytes = tiles.tokens * summed * itemsize
+  return dataclasses.replace(
+    tiles, group=grid_order.best_group(down, across, row_bytes, layout.nbytes(outputs) // across)
+  )
