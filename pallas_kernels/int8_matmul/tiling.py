@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
+
+from pallas_kernels import grid_order
 
 # A register of a TPU holds 32 sublanes of 128 lanes of int8.
 SUBLANES, LANES = 32, 128
@@ -99,6 +102,7 @@ class GpuTiling:
     splits: shares of the sum, each the work of another program.
     warps: of 32 threads, a program.
     stages: steps of the loop that are in flight.
+    group: rows of tiles of a group of programs, as `grid_order` numbers them.
   """
 
   rows: int
@@ -107,6 +111,15 @@ class GpuTiling:
   splits: int
   warps: int
   stages: int = 3
+  group: int = 1
+
+  def grid(self, rows: int, columns: int) -> tuple[int, int]:
+    """Tiles of the result, down and across."""
+    return -(-rows // self.rows), -(-columns // self.columns)
+
+  def place(self, program: Any, rows: int, columns: int) -> tuple[Any, Any]:
+    """Which tile, down and across, a program owns."""
+    return grid_order.place(program, *self.grid(rows, columns), self.group)
 
   def steps(self, depth: int) -> int:
     """Steps of the loop of one share."""
@@ -114,7 +127,10 @@ class GpuTiling:
 
 
 def choose_gpu(rows: int, columns: int, depth: int) -> GpuTiling:
-  """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, so that many programs read the weight."""
+  """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, so that many programs read the weight.
+
+  Programs take them in the order in which they read the fewest bytes.
+  """
 
   def power(size: int, least: int, most: int) -> int:
     return max(least, min(most, 1 << (size - 1).bit_length()))
@@ -122,6 +138,7 @@ def choose_gpu(rows: int, columns: int, depth: int) -> GpuTiling:
   tall = power(rows, 16, 128)
   wide = power(columns, 16, 128 if tall > 32 else 64)
   deep = power(depth, 32, 64 if tall > 32 else 128)
-  programs = -(-rows // tall) * -(-columns // wide)
-  splits = max(1, min(PROGRAMS // programs, -(-depth // deep) // 4))
-  return GpuTiling(tall, wide, deep, splits, 8 if tall * wide > 64 * 64 else 4)
+  down, across = -(-rows // tall), -(-columns // wide)
+  splits = max(1, min(PROGRAMS // (down * across), -(-depth // deep) // 4))
+  group = grid_order.best_group(down, across, tall * depth, wide * depth)
+  return GpuTiling(tall, wide, deep, splits, 8 if tall * wide > 64 * 64 else 4, group=group)
