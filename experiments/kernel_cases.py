@@ -273,8 +273,7 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
   )
   programs, splits = _programs(mapping.grid, False).T
   size = (case.shape[0], case.shape[2], layout)
-  found = tiles.place(jnp.asarray(programs, jnp.int32), *size, transposed=is_transposed)
-  tokens, others = map(np.asarray, found)
+  tokens, others = tiles.place(programs, *size, transposed=is_transposed)
   along, across = (others, splits) if is_transposed else (splits, others)
   # Programs along the other axis of the result, and along the summed one.
   cuts = (tiles.grid(*size, is_transposed)[1], tiles.splits)

@@ -38,16 +38,19 @@ def place(program: Any, down: int, across: int, group: int) -> tuple[Any, Any]:
   """The row and column of the tile that a program owns.
 
   Args:
-    program: numbers 0…down·across - 1, int32, traced or not.
+    program: of 0…down·across - 1, an int32 that may be traced, or an array of NumPy.
     down: rows of tiles.
     across: columns of tiles.
     group: rows of a group; the last has fewer where they do not divide `down`.
   """
-  div, rem = jax.lax.div, jax.lax.rem
-  like = functools.partial(jnp.full_like, program)
-  first = div(program, like(group * across)) * group
-  within = rem(program, like(group * across))
-  height = jnp.minimum(down - first, group)
+  # None is negative, so that rounding down and towards zero are one; arrays of NumPy stay with NumPy.
+  div, rem, least = (
+    (np.floor_divide, np.remainder, np.minimum) if isinstance(program, np.ndarray)
+    else (jax.lax.div, jax.lax.rem, jnp.minimum)
+  )  # fmt: skip
+  first = div(program, group * across) * group
+  within = rem(program, group * across)
+  height = least(down - first, group)
   return first + rem(within, height), div(within, height)
 
 
@@ -77,11 +80,10 @@ def best_group(down: int, across: int, row_bytes: int, column_bytes: int) -> int
     row_bytes: of the operand that all tiles of one row read.
     column_bytes: of the one that all tiles of one column read.
   """
-  programs = np.arange(down * across, dtype=np.int32)
+  programs = np.arange(down * across)
 
   def cost(group: int) -> int:
-    with jax.ensure_compile_time_eval():
-      rows, columns = (np.asarray(each) for each in place(programs, down, across, group))
+    rows, columns = place(programs, down, across, group)
     return sum(
       moved(places, np.full(places.shape, size), count * size, cores)
       for cores in GPUS

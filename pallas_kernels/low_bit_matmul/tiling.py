@@ -222,9 +222,15 @@ class GpuTiling:
   stack: int = 1
 
   def grid(self, tokens: int, outputs: int, layout: Layout, transposed: bool) -> tuple[int, int]:
-    """Tiles of the result: of tokens, and of columns or of stacks of rows of the weight."""
-    across = self.row_tiles(layout) // self.stack if transposed else -(-outputs // self.columns)
-    return -(-tokens // self.tokens), across
+    """Tiles of the result: of tokens, and of columns or of stacks of rows of the weight.
+
+    Raises:
+      ValueError: stacks do not divide the tiles of the weight.
+    """
+    stacks, left = divmod(self.row_tiles(layout), self.stack)
+    if left and transposed:
+      raise ValueError(f'stack = {self.stack} does not divide {self.row_tiles(layout)} tiles of rows; 1 does')
+    return -(-tokens // self.tokens), stacks if transposed else -(-outputs // self.columns)
 
   def place(
     self, program: Any, tokens: int, outputs: int, layout: Layout, transposed: bool
@@ -261,14 +267,22 @@ def candidates_gpu(
 ) -> tuple[GpuTiling, ...]:
   """Tiles that a tuner may try on a GPU; the first is what is taken where nothing was measured.
 
-  Of the others each differs from it in one or two sizes, shares, warps or stages.
+  Of the others each differs from it in one or two sizes, shares, warps, stages or the order of programs.
   """
-  first = _heuristic(tokens, outputs, layout, itemsize, transposed)
-  wide = [(first.tokens, first.columns)]
-  wide += [(t, c) for t in (16, 32, 64, 128) for c in (32, 64, 128) if t <= max(LEAST, 2 * tokens)]
-  others = [
-    dataclasses.replace(first, tokens=t, columns=c, splits=max(1, splits), warps=warps, stages=stages)
-    for t, c in wide for splits in (first.splits, first.splits // 2, 2 * first.splits)
+  args = (tokens, outputs, layout, itemsize, transposed)
+  first = _heuristic(*args)
+  fitting = [t for t in (16, 32, 64, 128, 256) if t <= max(LEAST, 2 * tokens)]
+  down, _ = first.grid(*args[:3], transposed)
+  # Ends of each range first, for a tuner may try but some.
+  sizes = [(t, first.columns) for t in (2 * first.tokens, first.tokens // 2) if t in fitting]
+  others = [_ordered(dataclasses.replace(first, tokens=t, columns=c), *args) for t, c in sizes]
+  others += [dataclasses.replace(first, group=group) for group in sorted({1, max(1, down // 2), down})]
+  sizes = [(first.tokens, first.columns), *((t, c) for t in fitting for c in (32, 64, 128))]
+  others += [
+    _ordered(dataclasses.replace(
+      first, tokens=t, columns=c, splits=max(1, splits), warps=warps, stages=stages
+    ), *args)
+    for t, c in sizes for splits in (first.splits, first.splits // 2, 2 * first.splits)
     for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3))
   ]  # fmt: skip
   return tuple(dict.fromkeys((first, *others)))

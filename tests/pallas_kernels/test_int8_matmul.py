@@ -106,6 +106,18 @@ def test_no_tile_is_raced_for(monkeypatch: pytest.MonkeyPatch):
   assert not interpret_pallas_call.races.races_found
 
 
+@pytest.mark.parametrize('form', ['nn', 'nt', 'tn'])
+@pytest.mark.parametrize('group', [1, 2, 3, 4])
+def test_a_gpu_computes_every_tile_in_any_order(form: str, group: int, monkeypatch: pytest.MonkeyPatch):
+  # Four rows and three columns of tiles, in groups of which the last may be shorter; ragged at each edge.
+  cut = tiling.GpuTiling(16, 16, 32, splits=1, warps=4, group=group)
+  monkeypatch.setattr(tiling, 'choose_gpu', lambda *_: cut)
+  a, b, exact = draw(53, 37, 70, form)
+  row, column = scales(53, 37)
+  found = gpu.matmul.__wrapped__(a, b, row, column, form=form, interpret=True)
+  np.testing.assert_array_equal(found, exact.astype(np.float32) * np.asarray(column) * np.asarray(row))
+
+
 def test_tiles_fit_a_tpu_and_move_little():
   sizes = ((2048, 4096, 4096), (2048, 11008, 4096), (32, 4096, 11008), (8192, 8192, 8192))
   for rows, columns, depth in sizes:
