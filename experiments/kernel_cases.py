@@ -21,7 +21,8 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, grid_order
+from pallas_kernels.grid_order import Cores
 from pallas_kernels.grouped_adapter import tiling as grouped_tiling
 from pallas_kernels.grouped_adapter.tiling import Sizes
 from pallas_kernels.int8_matmul import gpu as int8_gpu
@@ -306,9 +307,13 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
   tiles = low_bit_tiling.choose_gpu(
     case.shape[0], case.shape[2], layout, x.dtype.itemsize, transposed=is_transposed
   )
-  tokens, others, splits = _programs(mapping.grid, False).T
+  programs, splits = _programs(mapping.grid, False).T
+  size = (case.shape[0], case.shape[2], layout)
+  tokens, others = tiles.place(programs, *size, transposed=is_transposed)
   along, across = (others, splits) if is_transposed else (splits, others)
-  parts = mapping.grid[1:] if is_transposed else mapping.grid[:0:-1]
+  # Programs along the other axis of the result, and along the summed one.
+  cuts = (tiles.grid(*size, is_transposed)[1], tiles.splits)
+  parts = cuts if is_transposed else cuts[::-1]
 
   def panel(array: Any, block: tuple[int, ...], *places: np.ndarray) -> Panel:
     inside = [np.minimum(at, (n - 1) // b) for at, n, b in zip(places, array.shape, block, strict=True)]
@@ -317,7 +322,7 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
   def share(size: int, parts: int) -> int:
     return -(-size // parts)
 
-  panels = [panel(x, (tiles.tokens, share(x.shape[1], mapping.grid[2])), tokens, splits)]
+  panels = [panel(x, (tiles.tokens, share(x.shape[1], tiles.splits)), tokens, splits)]
   if factors:
     low, b = factors
     panels.append(panel(low, (tiles.tokens, RANK), tokens, 0 * tokens))
@@ -328,7 +333,7 @@ def _from_tiles(case: Case, equation: Any) -> list[Panel]:
     else:
       block = share(array.shape[0], parts[0]), share(array.shape[1], parts[1])
       panels.append(panel(array, block, along * array.shape[0] // (block[0] * parts[0]), across))
-  return [*panels, panel(y, (1, tiles.tokens, share(y.shape[2], mapping.grid[1])), splits, tokens, others)]
+  return [*panels, panel(y, (1, tiles.tokens, share(y.shape[2], cuts[0])), splits, tokens, others)]
 
 
 def _from_meetings(case: Case, equation: Any, is_tpu: bool) -> list[Panel]:
@@ -365,11 +370,10 @@ def moved(panel: Panel, chip: Chip) -> int:
     is_new = np.any(np.diff(panel.places, axis=0), axis=1)
     return int(panel.moved[0] + panel.moved[1:][is_new].sum())
   # A kernel that addresses an array itself, and is not in `_from_tiles`, reads each part in one program.
-  if panel.block == panel.size or panel.nbytes <= chip.l2_bytes / 2:
+  if panel.block == panel.size:
     return panel.nbytes
-  wave = np.arange(len(panel.places)) // chip.cores
-  _, first = np.unique(np.column_stack([wave, panel.places]), axis=0, return_index=True)
-  return int(panel.moved[first].sum())
+  parts = np.ravel_multi_index(panel.places.T, panel.places.max(0) + 1)
+  return grid_order.moved(parts, panel.moved, panel.nbytes, Cores(chip.cores, chip.l2_bytes))
 
 
 def traffic(case: Case) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     raise UserError(f'there is no TPU or NVIDIA GPU here, only a {platform}: nothing can be measured')
   path = Path(_TABLE.value)
   try:
-    rows = tuned.read(path) if path.exists() else {}
+    rows = tuned.read(path)
   except ValueError as error:
     raise UserError(f'{error}; move it away, or give another --table') from None
   cases = [
@@ -135,21 +135,21 @@ def tune(
     return None, reason
   product, tried = _cuts(case)
   arguments = _draw(case, kernel_cases.program(case)[1])
-  programs, failed, wanted = {}, 0, None
+  programs, failed, wanted, why = {}, 0, None, ''
   for tiles in tried[:most]:
     call, _ = kernel_cases.program(case, tiles=tiles, interpret=interpret)
     try:
       program = kernel_times.bound(call, *arguments)
       found = np.asarray(program())
-    except Exception:  # Whatever a compiler says of tiles that it can't place.
-      failed += 1
+    except Exception as error:  # Whatever a compiler says of tiles that it can't place.
+      failed, why = failed + 1, why or f'{type(error).__name__}: {error}'.splitlines()[0]
       continue
     wanted = found if wanted is None else wanted
     if not np.max(np.abs(found - wanted)) <= APART[case.kernel] * np.max(np.abs(wanted)):
       raise UserError(f'{case.kernel} with {tiles} computes something else than with {tried[0]}')
     programs[tiles] = program
   if tried[0] not in programs:
-    return None, f'its own tiles do not compile: {tried[0]}'
+    return None, f'its own tiles do not compile: {tried[0]}: {why}'
   seconds = kernel_times.in_turn({str(tiles): each for tiles, each in programs.items()}, repeats)
   best = min(programs, key=lambda tiles: seconds[str(tiles)])
   own, least = seconds[str(tried[0])], seconds[str(best)]

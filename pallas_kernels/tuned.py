@@ -73,11 +73,13 @@ def key(product: Product) -> Key:
 
 
 def read(path: Path = TABLE) -> dict[Key, Row]:
-  """The rows of a table by key.
+  """The rows of a table by key; none where there is no file.
 
   Raises:
     ValueError: the file is damaged, of another version, or a row lacks or misspells a field; it is named.
   """
+  if not path.exists():
+    return {}
   try:
     found = json.loads(path.read_text(encoding='utf-8'))
     if found['version'] != VERSION:

@@ -5,6 +5,8 @@ beyond an edge is masked, so any shape serves. Shares of one sum are added up an
 """
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,15 +45,19 @@ def _kernel(
   *scale_refs, y_ref = rest
   rows, columns, depth = size
   first, second = FORMS[form]
-  is_row = _within(pl.program_id(0) * tiles.rows, tiles.rows, rows, tiles.rows)
-  is_column = _within(pl.program_id(1) * tiles.columns, tiles.columns, columns, tiles.columns)
+  down, across = tiles.place(pl.program_id(0), rows, columns)
+  is_row = _within(down * tiles.rows, tiles.rows, rows, tiles.rows)
+  is_column = _within(across * tiles.columns, tiles.columns, columns, tiles.columns)
   share = tiles.steps(depth) * tiles.depth
   step = tiles.depth
-  start = pl.program_id(2) * share
+  start = pl.program_id(1) * share
 
   def add(index: Any, sums: jax.Array) -> jax.Array:
     terms = pl.ds(index * step, step)
-    is_term = _within(start + index * step, step, depth, share)
+    # Shares may end beyond the sum, and the last of them begin there.
+    is_term = None
+    if tiles.splits * share != depth:
+      is_term = start + index * step + jnp.arange(step, dtype=jnp.int32) < depth
     if first == 1:
       a = _load(a_ref, (slice(None), terms), _mask(is_row, is_term, (tiles.rows, step)))
     else:
@@ -97,33 +103,36 @@ def matmul(
   tiles = tiles or tiling.choose_gpu(form, rows, columns, depth, jnp.dtype(dtype).itemsize)
   share = tiles.steps(depth) * tiles.depth
   is_whole = tiles.splits == 1
+
+  def spec(block: tuple[int | None, ...], of: Callable[[Any, Any, Any], tuple[Any, ...]]) -> pl.BlockSpec:
+    """Of what a program reads or writes, by its row and column of tiles and its share."""
+    return pl.BlockSpec(block, lambda p, s: of(*tiles.place(p, rows, columns), s))
+
   a_spec = (
-    pl.BlockSpec((tiles.rows, share), lambda i, j, s: (i, s)) if first == 1
-    else pl.BlockSpec((share, tiles.rows), lambda i, j, s: (s, i))
+    spec((tiles.rows, share), lambda i, j, s: (i, s)) if first == 1
+    else spec((share, tiles.rows), lambda i, j, s: (s, i))
   )  # fmt: skip
   b_spec = (
-    pl.BlockSpec((share, tiles.columns), lambda i, j, s: (s, j)) if second == 0
-    else pl.BlockSpec((tiles.columns, share), lambda i, j, s: (j, s))
+    spec((share, tiles.columns), lambda i, j, s: (s, j)) if second == 0
+    else spec((tiles.columns, share), lambda i, j, s: (j, s))
   )  # fmt: skip
   operands, specs = [a, b], [a_spec, b_spec]
   if is_whole and row_scale is not None:
     is_one = row_scale.shape[0] == 1
     operands.append(row_scale)
-    specs.append(pl.BlockSpec((1 if is_one else tiles.rows, 1), lambda i, j, s: (0 if is_one else i, 0)))
+    specs.append(spec((1 if is_one else tiles.rows, 1), lambda i, j, s: (0 if is_one else i, 0)))
   if is_whole and column_scale is not None:
     is_single = column_scale.shape[1] == 1
     operands.append(column_scale)
-    specs.append(
-      pl.BlockSpec((1, 1 if is_single else tiles.columns), lambda i, j, s: (0, 0 if is_single else j))
-    )
+    specs.append(spec((1, 1 if is_single else tiles.columns), lambda i, j, s: (0, 0 if is_single else j)))
   y = pl.pallas_call(
     functools.partial(
       _kernel, form=form, tiles=tiles, size=size,
       has_row=is_whole and row_scale is not None, has_column=is_whole and column_scale is not None,
     ),
-    grid=(pl.cdiv(rows, tiles.rows), pl.cdiv(columns, tiles.columns), tiles.splits),
+    grid=(math.prod(tiles.grid(rows, columns)), tiles.splits),
     in_specs=specs,
-    out_specs=pl.BlockSpec((None, tiles.rows, tiles.columns), lambda i, j, s: (s, i, j)),
+    out_specs=spec((None, tiles.rows, tiles.columns), lambda i, j, s: (s, i, j)),
     out_shape=jax.ShapeDtypeStruct((tiles.splits, rows, columns), dtype if is_whole else jnp.int32),
     compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
     cost_estimate=pl.CostEstimate(

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
-from pallas_kernels import tuned
+from pallas_kernels import grid_order, tuned
 from pallas_kernels.tuned import Product
 
 # A register of a TPU holds 32 sublanes of 128 lanes of int8.
@@ -129,6 +130,7 @@ class GpuTiling:
     splits: shares of the sum, each the work of another program.
     warps: of 32 threads, a program.
     stages: steps of the loop that are in flight.
+    group: rows of tiles of a group of programs, as `grid_order` numbers them.
   """
 
   rows: int
@@ -137,6 +139,15 @@ class GpuTiling:
   splits: int
   warps: int
   stages: int = 3
+  group: int = 1
+
+  def grid(self, rows: int, columns: int) -> tuple[int, int]:
+    """Tiles of the result, down and across."""
+    return -(-rows // self.rows), -(-columns // self.columns)
+
+  def place(self, program: Any, rows: int, columns: int) -> tuple[Any, Any]:
+    """Which tile, down and across, a program owns."""
+    return grid_order.place(program, *self.grid(rows, columns), self.group)
 
   def steps(self, depth: int) -> int:
     """Steps of the loop of one share."""
@@ -160,7 +171,10 @@ def candidates_gpu(rows: int, columns: int, depth: int) -> tuple[GpuTiling, ...]
 
 
 def _heuristic(rows: int, columns: int, depth: int) -> GpuTiling:
-  """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, so that many programs read the weight."""
+  """Tiles of up to 128 by 128 by 64; few rows take narrow tiles, so that many programs read the weight.
+
+  Programs take them in the order in which they read the fewest bytes.
+  """
 
   def power(size: int, least: int, most: int) -> int:
     return max(least, min(most, 1 << (size - 1).bit_length()))
@@ -168,6 +182,10 @@ def _heuristic(rows: int, columns: int, depth: int) -> GpuTiling:
   tall = power(rows, 16, 128)
   wide = power(columns, 16, 128 if tall > 32 else 64)
   deep = power(depth, 32, 64 if tall > 32 else 128)
-  programs = -(-rows // tall) * -(-columns // wide)
-  splits = max(1, min(PROGRAMS // programs, -(-depth // deep) // 4))
-  return GpuTiling(tall, wide, deep, splits, 8 if tall * wide > 64 * 64 else 4)
+  down, across = -(-rows // tall), -(-columns // wide)
+  steps = -(-depth // deep)
+  splits = max(1, min(PROGRAMS // (down * across), steps // 4))
+  # No more than have steps to take.
+  splits = -(-steps // -(-steps // splits))
+  group = grid_order.best_group(down, across, tall * depth, wide * depth)
+  return GpuTiling(tall, wide, deep, splits, 8 if tall * wide > 64 * 64 else 4, group=group)

@@ -9,6 +9,7 @@ a TPU, takes four times as many instructions and, for 16 levels, more registers 
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -128,9 +129,9 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
   return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _token_rows(tokens: int, tiles: GpuTiling) -> tuple[Any, Any]:
-  """Rows of x or g that a program reads, and which of them exist (None: all)."""
-  rows = pl.program_id(0) * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
+def _token_rows(tile: Any, tokens: int, tiles: GpuTiling) -> tuple[Any, Any]:
+  """Rows of x or g that a tile has, and which of them exist (None: all)."""
+  rows = tile * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
   return rows, None if tokens % tiles.tokens == 0 else rows < tokens
 
 
@@ -139,7 +140,7 @@ def _share(count: int, splits: int) -> tuple[Any, Any]:
   if splits == 1:
     return 0, count
   each = pl.cdiv(count, splits)
-  start = pl.program_id(2) * each
+  start = pl.program_id(1) * each
   return start, jnp.minimum(start + each, count)
 
 
@@ -170,8 +171,9 @@ def _forward_kernel(x_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling, sc
   factors, (*weight_refs, y_ref) = (refs[:0], refs) if scale is None else (refs[:2], refs[2:])
   tokens, outputs = y_ref.shape[1:]
   weight = _Weight(weight_refs, layout, tiles, outputs)
-  rows, is_token = _token_rows(tokens, tiles)
-  n = pl.program_id(1) * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+  token_tile, column_tile = tiles.place(pl.program_id(0), tokens, outputs, layout, transposed=False)
+  rows, is_token = _token_rows(token_tile, tokens, tiles)
+  n = column_tile * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
 
   def add(tile: Any, total: jax.Array) -> jax.Array:
     block, row = weight.place(tile)
@@ -194,21 +196,22 @@ def _backward_kernel(g_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) -
   *weight_refs, dx_ref = refs
   tokens, outputs = g_ref.shape
   weight = _Weight(weight_refs, layout, tiles, outputs)
-  rows, is_token = _token_rows(tokens, tiles)
-  block, row = weight.place(pl.program_id(1))
+  token_tile, stack = tiles.place(pl.program_id(0), tokens, outputs, layout, transposed=True)
+  rows, is_token = _token_rows(token_tile, tokens, tiles)
+  places = [weight.place(stack * tiles.stack + index) for index in range(tiles.stack)]
 
   def add(step: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     n = step * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
     fits = None if outputs % tiles.columns == 0 else n < outputs
     g = _load(g_ref, (rows[:, None], n[None, :]), _both(_column(is_token), _row(fits)))
-    planes = weight.decode(block, row, n, g.dtype)
+    planes = (w for block, row in places for w in weight.decode(block, row, n, g.dtype))
     return tuple(total + _dot(g, w.T) for total, w in zip(totals, planes, strict=True))
 
   start, end = _share(pl.cdiv(outputs, tiles.columns), tiles.splits)
   zero = jnp.zeros((tiles.tokens, tiles.rows), jnp.float32)
-  totals = jax.lax.fori_loop(start, end, add, (zero,) * layout.planes)
-  for plane, total in enumerate(totals):
-    k, exists = weight.inputs(plane, block, row)
+  totals = jax.lax.fori_loop(start, end, add, (zero,) * layout.planes * tiles.stack)
+  for index, total in enumerate(totals):
+    k, exists = weight.inputs(index % layout.planes, *places[index // layout.planes])
     # Beyond the end where there is no such input, so that no other's result is written twice.
     k = k if exists is None else jnp.where(exists, k, layout.inputs)
     _store(dx_ref, (rows[:, None], k[None, :]), total, _both(_column(is_token), _row(exists)))
@@ -216,7 +219,7 @@ def _backward_kernel(g_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) -
 
 def _store(ref: Any, index: tuple[Any, Any], value: jax.Array, mask: Any) -> None:
   """Writes the share of a program, [splits, M, …]; `combine` adds up the shares."""
-  split = pl.program_id(2) if ref.shape[0] > 1 else 0
+  split = pl.program_id(1) if ref.shape[0] > 1 else 0
   plt.store(ref.at[(split, *index)], value, mask=mask)
 
 
@@ -227,8 +230,8 @@ def obstacle(layout: Layout) -> str | None:
 
 
 def _call(
-  kernel: Any, x: jax.Array, weight: list[jax.Array], width: int, grid: tuple[int, int], layout: Layout,
-  tiles: GpuTiling, interpret: bool, name: str, factors: tuple[jax.Array, ...] = (),
+  kernel: Any, x: jax.Array, weight: list[jax.Array], width: int, layout: Layout, tiles: GpuTiling,
+  interpret: bool, name: str, factors: tuple[jax.Array, ...] = (),
 ) -> jax.Array:  # fmt: skip
   """The sum over splits of what the programs write, float32 [M, width]; `factors` are x·A and B."""
   tokens, outputs, rank = x.shape[0], weight[0].shape[1], factors[1].shape[0] if factors else 0
@@ -236,7 +239,7 @@ def _call(
   moved = sum(each.size * each.dtype.itemsize for each in read) + 4 * tokens * width
   shares = pl.pallas_call(
     functools.partial(kernel, layout=layout, tiles=tiles),
-    grid=(pl.cdiv(tokens, tiles.tokens), *grid),
+    grid=(math.prod(tiles.grid(tokens, outputs, layout, name == tiling.NAMES[1])), tiles.splits),
     out_shape=jax.ShapeDtypeStruct((tiles.splits, tokens, width), jnp.float32),
     compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
     cost_estimate=pl.CostEstimate(
@@ -282,11 +285,10 @@ def matmul(
   """
   outputs = codes.shape[1]
   tiles = tiles or tiling.choose_gpu(x.shape[0], outputs, layout, x.dtype.itemsize, transposed=False)
-  grid = (pl.cdiv(outputs, tiles.columns), tiles.splits)
   weight = _arrays(codes, scale, offset, layout)
   factors = () if adapter is None else (adapter.low, adapter.b)
   kernel = functools.partial(_forward_kernel, scale=None if adapter is None else adapter.scale)
-  return _call(kernel, x, weight, outputs, grid, layout, tiles, interpret, 'low_bit_matmul', factors)
+  return _call(kernel, x, weight, outputs, layout, tiles, interpret, tiling.NAMES[0], factors)
 
 
 @functools.partial(jax.jit, static_argnames=('layout', 'interpret', 'tiles'))
@@ -301,7 +303,5 @@ def matmul_transposed(
 ) -> jax.Array:
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
   tiles = tiles or tiling.choose_gpu(g.shape[0], codes.shape[1], layout, g.dtype.itemsize, transposed=True)
-  grid = (tiles.row_tiles(layout), tiles.splits)
   weight = _arrays(codes, scale, offset, layout)
-  name = 'low_bit_matmul_transposed'
-  return _call(_backward_kernel, g, weight, layout.inputs, grid, layout, tiles, interpret, name)
+  return _call(_backward_kernel, g, weight, layout.inputs, layout, tiles, interpret, tiling.NAMES[1])

@@ -5,8 +5,9 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
-from pallas_kernels import tuned
+from pallas_kernels import grid_order, tuned
 from pallas_kernels.low_bit_matmul.layout import Layout
 from pallas_kernels.tuned import Product
 
@@ -225,6 +226,8 @@ def choose(
 
 # Programs that keep every core of a large GPU busy.
 PROGRAMS = 256
+# Programs that are enough for large tiles: most cores of one have work.
+FEWEST_LARGE = 96
 # Tensor cores take at least 16 rows, columns and terms.
 LEAST = 16
 
@@ -240,6 +243,9 @@ class GpuTiling:
     splits: shares of the summed axis, each the work of another program.
     warps: of 32 threads, a program.
     stages: steps of the loop that are in flight.
+    group: tiles of tokens of a group of programs, as `grid_order` numbers them.
+    stack: tiles of the weight, one below the other, whose results a program of the transposed product owns;
+      they divide `row_tiles`.
   """
 
   tokens: int
@@ -248,6 +254,25 @@ class GpuTiling:
   splits: int = 1
   warps: int = 4
   stages: int = 2
+  group: int = 1
+  stack: int = 1
+
+  def grid(self, tokens: int, outputs: int, layout: Layout, transposed: bool) -> tuple[int, int]:
+    """Tiles of the result: of tokens, and of columns or of stacks of rows of the weight.
+
+    Raises:
+      ValueError: stacks do not divide the tiles of the weight.
+    """
+    stacks, left = divmod(self.row_tiles(layout), self.stack)
+    if left and transposed:
+      raise ValueError(f'stack = {self.stack} does not divide {self.row_tiles(layout)} tiles of rows; 1 does')
+    return -(-tokens // self.tokens), stacks if transposed else -(-outputs // self.columns)
+
+  def place(
+    self, program: Any, tokens: int, outputs: int, layout: Layout, transposed: bool
+  ) -> tuple[Any, Any]:
+    """Which tile of tokens and which of `grid`'s others a program owns."""
+    return grid_order.place(program, *self.grid(tokens, outputs, layout, transposed), self.group)
 
   def tiles_of_block(self, layout: Layout) -> int:
     return -(-layout.rows_of_block // self.rows)
@@ -283,14 +308,22 @@ def candidates_gpu(
 ) -> tuple[GpuTiling, ...]:
   """Tiles that a tuner may try on a GPU; the first is what is taken where nothing was measured.
 
-  Of the others each differs from it in one or two sizes, shares, warps or stages.
+  Of the others each differs from it in one or two sizes, shares, warps, stages or the order of programs.
   """
-  first = _heuristic(tokens, outputs, layout, itemsize, transposed)
-  wide = [(first.tokens, first.columns)]
-  wide += [(t, c) for t in (16, 32, 64, 128) for c in (32, 64, 128) if t <= max(LEAST, 2 * tokens)]
-  others = [
-    dataclasses.replace(first, tokens=t, columns=c, splits=max(1, splits), warps=warps, stages=stages)
-    for t, c in wide for splits in (first.splits, first.splits // 2, 2 * first.splits)
+  args = (tokens, outputs, layout, itemsize, transposed)
+  first = _heuristic(*args)
+  fitting = [t for t in (16, 32, 64, 128, 256) if t <= max(LEAST, 2 * tokens)]
+  down, _ = first.grid(*args[:3], transposed)
+  # Ends of each range first, for a tuner may try but some.
+  sizes = [(t, first.columns) for t in (2 * first.tokens, first.tokens // 2) if t in fitting]
+  others = [_ordered(dataclasses.replace(first, tokens=t, columns=c), *args) for t, c in sizes]
+  others += [dataclasses.replace(first, group=group) for group in sorted({1, max(1, down // 2), down})]
+  sizes = [(first.tokens, first.columns), *((t, c) for t in fitting for c in (32, 64, 128))]
+  others += [
+    _ordered(dataclasses.replace(
+      first, tokens=t, columns=c, splits=max(1, splits), warps=warps, stages=stages
+    ), *args)
+    for t, c in sizes for splits in (first.splits, first.splits // 2, 2 * first.splits)
     for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3))
   ]  # fmt: skip
   return tuple(dict.fromkeys((first, *others)))
@@ -299,18 +332,46 @@ def candidates_gpu(
 def _heuristic(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> GpuTiling:
   """Tiles for activations of `itemsize` bytes that registers hold, and enough of them to fill a GPU.
 
-  A product of float32 runs outside the tensor cores and keeps its operands in registers, so its tiles are
-  smaller. Where few programs would run, as in decoding, the summed axis is split among more of them, in
-  shares of four steps or more.
+  A result of 128 by 128 is what the registers of eight warps hold beside the codes that they decode, and a
+  weight is decoded again for each tile of tokens: so it is taken where that many programs of it fill a GPU.
+  Else a tile is 64 by 64. A product of float32 runs outside the tensor cores and keeps its operands in
+  registers, so its tiles are smaller. Where few programs would run, as in decoding, the summed axis is split
+  among more of them, in shares of four steps or more. The order of programs is by bytes (`grid_order`).
   """
-  wide = itemsize == 4
-  most = max(LEAST, 64 // layout.planes // (2 if wide else 1))
+  single = itemsize == 4
+  size = 32 if single else 64
+  kept = layout.inputs if transposed else outputs
+  large = not single and -(-tokens // 128) * -(-kept // 128) >= FEWEST_LARGE
+  wide = 128 if large else size
+  # Of the transposed product's result a tile has all planes, in one stack or more; else they are steps.
+  most = max(LEAST, (wide if transposed and large else size) // layout.planes)
   m = layout.rows_of_block
   # A power of two that divides a block's rows, so that no tile is partly empty, if one of at least 16 does.
   even = min(most, m & -m)
   rows = even if even >= LEAST else max(LEAST, min(most, _power(m)))
-  tiles = GpuTiling(max(LEAST, min(32 if wide else 64, _power(tokens))), rows, 32 if wide else 64)
+  columns = wide if large and not transposed else size
+  tiles = GpuTiling(wide if large else max(LEAST, min(size, _power(tokens))), rows, columns)
+  if large:
+    tiles = dataclasses.replace(tiles, warps=8)
+  if large and transposed:
+    stacked = max(1, wide // (layout.planes * rows))
+    tiles = dataclasses.replace(tiles, stack=math.gcd(stacked, tiles.row_tiles(layout)))
   row_tiles, column_tiles = tiles.row_tiles(layout), -(-outputs // tiles.columns)
-  owned, summed = (row_tiles, column_tiles) if transposed else (column_tiles, row_tiles)
-  programs = -(-tokens // tiles.tokens) * owned
-  return dataclasses.replace(tiles, splits=max(1, min(PROGRAMS // programs, summed // 4)))
+  down, across = tiles.grid(tokens, outputs, layout, transposed)
+  summed = column_tiles if transposed else row_tiles
+  return _ordered(
+    dataclasses.replace(tiles, splits=max(1, min(PROGRAMS // (down * across), summed // 4))),
+    tokens, outputs, layout, itemsize, transposed,
+  )  # fmt: skip
+
+
+def _ordered(
+  tiles: GpuTiling, tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool
+) -> GpuTiling:
+  """The tiles in the order in which they read the fewest bytes."""
+  down, across = tiles.grid(tokens, outputs, layout, transposed)
+  summed = outputs if transposed else layout.inputs
+  row_bytes = tiles.tokens * summed * itemsize
+  return dataclasses.replace(
+    tiles, group=grid_order.best_group(down, across, row_bytes, layout.nbytes(outputs) // across)
+  )

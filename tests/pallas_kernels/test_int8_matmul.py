@@ -23,6 +23,8 @@ PRODUCTS = (
   ('tn', (131, 7, 17)), ('nn', (1, 576, 1536)), ('tn', (7, 1, 4200)),
   # Walked through in strips of rows.
   ('nn', (512, 64, 17)), ('tn', (512, 17, 64)),
+  # In shares that whole steps fill, of which one more than there are would lie beyond the sum.
+  ('nn', (64, 64, 1600)), ('nt', (8, 64, 3840)),
 )  # fmt: skip
 
 
@@ -105,6 +107,18 @@ def test_no_tile_is_raced_for():
   assert not interpret_pallas_call.races.races_found
 
 
+@pytest.mark.parametrize('form', ['nn', 'nt', 'tn'])
+@pytest.mark.parametrize('group', [1, 2, 3, 4])
+def test_a_gpu_computes_every_tile_in_any_order(form: str, group: int, monkeypatch: pytest.MonkeyPatch):
+  # Four rows and three columns of tiles, in groups of which the last may be shorter; ragged at each edge.
+  cut = tiling.GpuTiling(16, 16, 32, splits=1, warps=4, group=group)
+  monkeypatch.setattr(tiling, 'choose_gpu', lambda *_: cut)
+  a, b, exact = draw(53, 37, 70, form)
+  row, column = scales(53, 37)
+  found = gpu.matmul.__wrapped__(a, b, row, column, form=form, interpret=True)
+  np.testing.assert_array_equal(found, exact.astype(np.float32) * np.asarray(column) * np.asarray(row))
+
+
 def test_tiles_fit_a_tpu_and_move_little():
   sizes = ((2048, 4096, 4096), (2048, 11008, 4096), (32, 4096, 11008), (8192, 8192, 8192))
   for rows, columns, depth in sizes:
@@ -120,3 +134,19 @@ def test_tiles_fit_a_tpu_and_move_little():
 def test_generations_without_integers_are_refused():
   assert 'multiplies no integers' in (tpu.obstacle('TPU v4') or '')
   assert tpu.obstacle('TPU v5 lite') is None
+
+
+def test_no_share_of_a_sum_on_a_gpu_is_empty():
+  for rows in (1, 8, 64, 2048):
+    for columns in (17, 64, 576, 1024, 4096):
+      for depth in (1, 17, 576, 896, 1600, 3840, 11008, 13824):
+        tiles = tiling.candidates_gpu(rows, columns, depth)[0]
+        assert (tiles.splits - 1) * tiles.steps(depth) * tiles.depth < depth
+
+
+def test_shares_beyond_the_sum_add_nothing():
+  a, b, exact = draw(8, 64, 640, 'nn')
+  tiles = tiling.GpuTiling(16, 64, 128, splits=4, warps=4)
+  assert tiles.steps(640) * 128 * 3 >= 640  # the last share begins where the sum has ended
+  found = gpu.matmul(jnp.asarray(a), jnp.asarray(b), dtype=jnp.dtype('int32'), interpret=True, tiles=tiles)
+  np.testing.assert_array_equal(found, exact)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import dispatch
 from pallas_kernels.low_bit_matmul import gpu, reference, tiling, tpu
 from pallas_kernels.low_bit_matmul import layout as layouts
-from pallas_kernels.low_bit_matmul.tiling import Tiling
+from pallas_kernels.low_bit_matmul.tiling import GpuTiling, Tiling
 from qjax import kernels, ops
 from qjax.ops import Numerics
 from qjax.precision import policy
@@ -219,6 +219,35 @@ class TestGPU(Contract):
   def test_shares_of_the_summed_axis_add_up(self):
     # 49 tiles of rows in 12 shares of 5: the last ones have less, and one holds the shorter last block.
     self.check('nf4:block=32', (1, 1553, 64), 'float32')
+
+  @pytest.mark.parametrize('scheme', ['nf4:block=32', 'nf3:block=64', 'int8:axis=channel'])
+  @pytest.mark.parametrize('group', [1, 2, 4])
+  def test_every_tile_is_computed_in_any_order(self, scheme: str, group: int):
+    # Four tiles of tokens, in four, two or one groups; edges are ragged both ways.
+    q = quantize(draw(256, 75), scheme)
+    args = raw(q)
+    for name, size in (('matmul', 256), ('matmul_transposed', 75)):
+      given = draw(53, size, seed=1)
+      cut = GpuTiling(16, 16, 32, group=group, stack=2 if name == 'matmul_transposed' else 1)
+      assert cut.grid(53, 75, args[-1], name == 'matmul_transposed')[0] == 4
+      found = self.products[name](given, *args, interpret=True, tiles=cut)
+      # Both add up the same products of numbers near 1 in float32.
+      np.testing.assert_allclose(found, getattr(reference, name)(given, *args), rtol=1e-5, atol=2e-4)
+
+  def test_long_inputs_take_large_tiles_whose_stacks_divide_the_weight(self):
+    for k in (4096, 4064, 11008, 4992):
+      for block in (32, 64, 128, k):
+        for bits in (8, 4, 3, 2):
+          layout = layouts.Layout(k, block, bits)
+          forward, back = (tiling.choose_gpu(2048, 4096, layout, 2, each) for each in (False, True))
+          assert (forward.tokens, forward.columns, back.tokens) == (128, 128, 128)
+          assert back.row_tiles(layout) % back.stack == 0
+          assert back.stack * back.rows * layout.planes <= 128
+          assert tiling.choose_gpu(2048, 4096, layout, 4, True).tokens == 32
+    with pytest.raises(ValueError, match='stack = 2 does not divide 3 tiles'):
+      GpuTiling(16, 32, 64, stack=2).grid(16, 64, layouts.Layout(192, 64, 4), True)
+    for each in tiling.candidates_gpu(2048, 4096, layout, 2, True):
+      assert each.row_tiles(layout) % each.stack == 0 and each.group <= each.grid(2048, 4096, layout, True)[0]
 
 
 @pytest.mark.parametrize('path,scheme,n', [
