@@ -294,9 +294,12 @@ def _heuristic(tokens: int, outputs: int, layout: Layout, itemsize: int, transpo
   A weight is decoded again for each tile of tokens, and the fewer tiles a result has, the fewer bytes waves
   of programs read. Registers of eight warps hold a result of 128 by 128 beside the codes that are decoded, of
   the transposed product those of 32 columns a step: with 64 they spill on capability 8.9, as with 256 tokens
-  on 8.0. So it is taken where there are enough such results to fill a GPU; else a tile is 64 by 64. A product of float32 runs outside the tensor cores and keeps its operands in
-  registers, so its tiles are smaller. Where few programs would run, as in decoding, the summed axis is split
-  among more of them, in shares of four steps or more. The order of programs is by bytes (`grid_order`).
+  on 8.0. So it is taken where there are enough such results to fill a GPU; else a tile is 64 by 64. The order
+  of programs is by bytes (`grid_order`).
+
+  A product of float32 runs outside the tensor cores and keeps its operands in registers, so its tiles are
+  smaller. Where few programs would run, as in decoding, the summed axis is split among more of them, in
+  shares of four steps or more.
   """
   single = itemsize == 4
   size = 32 if single else 64
