@@ -48,6 +48,8 @@ def place(program: Any, down: int, across: int, group: int) -> tuple[Any, Any]:
     (np.floor_divide, np.remainder, np.minimum) if isinstance(program, np.ndarray)
     else (jax.lax.div, jax.lax.rem, jnp.minimum)
   )  # fmt: skip
+  if group >= down:
+    return rem(program, down), div(program, down)
   first = div(program, group * across) * group
   within = rem(program, group * across)
   height = least(down - first, group)

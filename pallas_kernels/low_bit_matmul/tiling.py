@@ -226,7 +226,7 @@ def choose(
 
 # Programs that keep every core of a large GPU busy.
 PROGRAMS = 256
-# Programs that are enough for large tiles: most cores of one have work.
+# Programs that are enough for large tiles: most cores of a GPU have work.
 FEWEST_LARGE = 96
 # Tensor cores take at least 16 rows, columns and terms.
 LEAST = 16
@@ -332,11 +332,15 @@ def candidates_gpu(
 def _heuristic(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> GpuTiling:
   """Tiles for activations of `itemsize` bytes that registers hold, and enough of them to fill a GPU.
 
-  A result of 128 by 128 is what the registers of eight warps hold beside the codes that they decode, and a
-  weight is decoded again for each tile of tokens: so it is taken where that many programs of it fill a GPU.
-  Else a tile is 64 by 64. A product of float32 runs outside the tensor cores and keeps its operands in
-  registers, so its tiles are smaller. Where few programs would run, as in decoding, the summed axis is split
-  among more of them, in shares of four steps or more. The order of programs is by bytes (`grid_order`).
+  A weight is decoded again for each tile of tokens, and the fewer tiles a result has, the fewer bytes waves
+  of programs read. Registers of eight warps hold a result of 128 by 128 beside the codes that are decoded, of
+  the transposed product those of 32 columns a step: with 64 they spill on capability 8.9, as with 256 tokens
+  on 8.0. So it is taken where there are enough such results to fill a GPU; else a tile is 64 by 64. The order
+  of programs is by bytes (`grid_order`).
+
+  A product of float32 runs outside the tensor cores and keeps its operands in registers, so its tiles are
+  smaller. Where few programs would run, as in decoding, the summed axis is split among more of them, in
+  shares of four steps or more.
   """
   single = itemsize == 4
   size = 32 if single else 64
@@ -349,7 +353,7 @@ def _heuristic(tokens: int, outputs: int, layout: Layout, itemsize: int, transpo
   # A power of two that divides a block's rows, so that no tile is partly empty, if one of at least 16 does.
   even = min(most, m & -m)
   rows = even if even >= LEAST else max(LEAST, min(most, _power(m)))
-  columns = wide if large and not transposed else size
+  columns = (32 if transposed else wide) if large else size
   tiles = GpuTiling(wide if large else max(LEAST, min(size, _power(tokens))), rows, columns)
   if large:
     tiles = dataclasses.replace(tiles, warps=8)
