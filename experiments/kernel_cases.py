@@ -376,13 +376,28 @@ def moved(panel: Panel, chip: Chip) -> int:
   return grid_order.moved(parts, panel.moved, panel.nbytes, Cores(chip.cores, chip.l2_bytes))
 
 
+def _scales_read_first(case: Case) -> int:
+  """How many scales in 8 bits XLA reads and writes as float32 before the kernel, which then has those."""
+  if case.kernel not in (*LOW_BIT, ADAPTED) or case.target.kind != 'tpu':
+    return 0
+  layout, (tokens, _, outputs) = case.layout(), case.shape
+  how = jnp.dtype(case.dtype).itemsize, case.kernel == LOW_BIT[1], RANK if case.kernel == ADAPTED else 0
+  # As the kernel asks: of the rows that it adds, and of the blocks before a tail.
+  tokens = max(tokens, low_bit_tiling.FEWEST_TOKENS)
+  is_first = low_bit_tiling.reads_scales_first(tokens, outputs, layout, *how)
+  return layout.blocks * outputs if is_first else 0
+
+
 def traffic(case: Case) -> dict[str, Any]:
   """Bytes that the kernel moves, the least that any could, and of a TPU's vector memory what its tiles hold.
 
-  What XLA does before and after the kernel, such as joining planes of a result, is not counted.
+  Of what XLA does before and after the kernel only the reading of scales in 8 bits is counted; the joining of
+  planes of a result, for instance, is not.
   """
   call, arguments = program(case)
   chip, found = case.target, dict.fromkeys(('bytes_moved', 'bytes_least', 'vmem_bytes'), 0)
+  if scales := _scales_read_first(case):
+    found['bytes_moved'], found['bytes_least'] = 5 * scales, -3 * scales
   for equation in _calls(jax.make_jaxpr(call)(*arguments).jaxpr):
     is_tpu = chip.kind == 'tpu'
     if case.kernel in (*LOW_BIT, ADAPTED) and not is_tpu:

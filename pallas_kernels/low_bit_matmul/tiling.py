@@ -125,6 +125,18 @@ class Tiling:
     down, _, cuts = grid
     return 1 if self.weight_stays and cuts == 1 else down
 
+  def cost(
+    self, tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool, rank: int = 0
+  ) -> float:
+    """Bytes moved, and in bytes that could be moved meanwhile: steps, codes decoded, and the first tiles."""
+    grid = self.grid(tokens, outputs, layout, transposed)
+    inputs = math.prod(self.runs(layout))
+    first = self.byte_rows(layout) * self.columns
+    first += self.tokens * (itemsize * (self.columns if transposed else inputs))
+    codes = layout.blocks * layout.span * outputs
+    moved = self.moved(tokens, outputs, layout, itemsize, transposed, rank)
+    return moved + first + STEP_BYTES * math.prod(grid) + DECODE_BYTES * self.decodes(grid) * codes
+
 
 def _row_cuts(layout: Layout) -> Iterator[int]:
   """Rows of a plane that a tile may hold; of one block they divide all, for its planes lie side by side."""
@@ -176,15 +188,6 @@ def candidates(
   if layout.blocks > 1 and m * layout.planes != layout.span:
     raise NotImplementedError(f'blocks of {layout.block} inputs do not fill their bytes')
 
-  def cost(tiles: Tiling) -> float:
-    grid = tiles.grid(tokens, outputs, layout, transposed)
-    inputs = math.prod(tiles.runs(layout))
-    first = tiles.byte_rows(layout) * tiles.columns
-    first += tiles.tokens * (itemsize * (tiles.columns if transposed else inputs))
-    codes = layout.blocks * layout.span * outputs
-    moved = tiles.moved(tokens, outputs, layout, itemsize, transposed, rank)
-    return moved + first + STEP_BYTES * math.prod(grid) + DECODE_BYTES * tiles.decodes(grid) * codes
-
   def fits(tiles: Tiling) -> bool:
     grid = tiles.grid(tokens, outputs, layout, transposed)
     return tiles.held(grid, layout, itemsize, transposed, rank) <= VMEM_BYTES
@@ -197,7 +200,29 @@ def candidates(
   tiles = [each for each in itertools.starmap(Tiling, cuts) if fits(each)]
   if not tiles:
     raise NotImplementedError(f'no tile of {layout.inputs} inputs in blocks of {layout.block} fits a TPU')
-  return tuple(sorted(tiles, key=cost))
+  return tuple(sorted(tiles, key=lambda each: each.cost(tokens, outputs, layout, itemsize, transposed, rank)))
+
+
+def reads_scales_first(
+  tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool, rank: int = 0
+) -> bool:
+  """Whether scales in 8 bits had better be read back before the product; arguments are those of `candidates`.
+
+  A tile has 32 rows of them or all, where eight of float32 will do. So a long sum can be cut more finely,
+  which may save more than it costs to read them, to write floats and to read those.
+  """
+  if not layout.double_quantized:
+    return False
+  plain = dataclasses.replace(layout, double_quantized=False)
+
+  def least(layout: Layout) -> float:
+    args = (tokens, outputs, layout, itemsize, transposed, rank)
+    try:
+      return candidates(*args)[0].cost(*args)
+    except NotImplementedError:
+      return math.inf
+
+  return least(plain) + 5 * layout.blocks * outputs < least(layout)
 
 
 def product(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> Product:

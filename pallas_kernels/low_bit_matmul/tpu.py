@@ -373,6 +373,7 @@ def _call(
 
 def obstacle(layout: Layout) -> str | None:
   """Why no tile serves a layout, None if one serves products small and large."""
+  layout = dataclasses.replace(layout, double_quantized=False)  # scales may be read back first
   try:
     for tokens, outputs in ((tiling.FEWEST_TOKENS, tiling.LANES), (4096, 16512)):
       for transposed in (False, True):
@@ -390,6 +391,15 @@ def _tail(
   if isinstance(scale, DoubleQuantized):
     return codes[layout.byte_rows :], read_scales(scale.of_blocks(layout.blocks)), left
   return codes[layout.byte_rows :], scale[layout.blocks :], left
+
+
+def _settled(
+  scale: Scales, layout: Layout, tokens: int, outputs: int, itemsize: int, transposed: bool, rank: int = 0
+) -> tuple[Scales, Layout]:
+  """Scales as the kernel shall read them, and the layout that says so."""
+  if not tiling.reads_scales_first(tokens, outputs, layout, itemsize, transposed, rank):
+    return scale, layout
+  return read_scales(scale), dataclasses.replace(layout, double_quantized=False)
 
 
 def _filled(x: jax.Array, rows: int = tiling.FEWEST_TOKENS, columns: int = 0) -> jax.Array:
@@ -461,7 +471,10 @@ def matmul(
   given, outputs = x.shape[0], codes.shape[1]
   x = _filled(x)
   rank = 0 if adapter is None else adapter.rank
-  tiles = tiles or tiling.choose(x.shape[0], outputs, layout, x.dtype.itemsize, False, rank)
+  if tiles is None:
+    tokens, itemsize = x.shape[0], x.dtype.itemsize
+    scale, layout = _settled(scale, layout, tokens, outputs, itemsize, False, rank)
+    tiles = tiling.choose(tokens, outputs, layout, itemsize, False, rank)
   factors: Any = ([], [], [])
   s, lowers = None, False
   if adapter is not None:
@@ -493,7 +506,10 @@ def matmul_transposed(
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
   given, outputs = g.shape
   g = _filled(g)
-  tiles = tiles or tiling.choose(g.shape[0], outputs, layout, g.dtype.itemsize, True)
+  if tiles is None:
+    tokens, itemsize = g.shape[0], g.dtype.itemsize
+    scale, layout = _settled(scale, layout, tokens, outputs, itemsize, True)
+    tiles = tiling.choose(tokens, outputs, layout, itemsize, True)
   runs, length = tiles.runs(layout)
   specs = [((tiles.tokens, tiles.columns), lambda i, j, k: (i, k))]
   shape = (runs, g.shape[0], layout.planes * layout.rows // runs)
