@@ -101,17 +101,17 @@ def _compiled(group: list[Case]) -> list[dict[str, Any]]:
 def _compile_table(rows: list[dict[str, Any]]) -> str:
   lines = [
     f'{"kernel":<26} {"format":<21} {"chip":<8} {"M x K x N":<17} {"moved/least":>11} {"MiB least":>9} '
-    f'{"Gops":>7} {"bound us":>9} {"VMEM MiB":>8} {"regs":>4} {"spill B":>7}  compiles'
+    f'{"Gops":>7} {"bound us":>9} {"VMEM MiB":>8} {"by":>5} {"regs":>4} {"spill B":>7}  compiles'
   ]
   for row in rows:
-    numbers = ' ' * 59
+    numbers = ' ' * 65
     if 'bytes_least' in row:
       vmem = f'{row["vmem_bytes"] / 2**20:.1f}' if row['vmem_bytes'] else '-'
       numbers = (
         f'{row["bytes_over_least"]:>11.2f} {row["bytes_least"] / 2**20:>9.1f} '
         f'{row["operations"] / 1e9:>7.1f} '
-        f'{row.get("roofline_us", 0):>9.1f} {vmem:>8} {row.get("registers", "-"):>4} '
-        f'{row.get("spilled_bytes", "-"):>7}'
+        f'{row.get("roofline_us", 0):>9.1f} {vmem:>8} '
+        f'{row.get("instruction") or "-":>5} {row.get("registers", "-"):>4} {row.get("spilled_bytes", "-"):>7}'
       )
     says = 'yes' if row['compiled'] else f'{"refused" if row["refused"] else "NO"}: {row["reason"]}'
     shape = 'x'.join(map(str, row['shape']))

@@ -432,7 +432,7 @@ def compile_all(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _compiled(case: Case) -> dict[str, Any]:
-  """Whether a case compiles or why not, its traffic, bound, registers and spills."""
+  """Whether a case compiles or why not, its traffic and bound, and of a GPU its instruction and registers."""
   found: dict[str, Any] = {'compiled': False, 'reason': ''}
   place = jax.sharding.SingleDeviceSharding(chips.devices(case.target)[0])
   try:
@@ -446,25 +446,30 @@ def _compiled(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
       is_gpu = case.target.kind == 'gpu'
       lowered.compile(compiler_options={'xla_dump_to': folder} if is_gpu else None)
-      found |= _registers(Path(folder)) if is_gpu else {}
+      found |= _assembly(Path(folder)) if is_gpu else {}
   except Exception as error:
     found['reason'] = f'{type(error).__name__}: {" ".join(str(error).split())}'[:400]
     return found
   return found | {'compiled': True}
 
 
-def _registers(folder: Path) -> dict[str, int]:
-  """The most registers of a thread and bytes spilled, as ptxas says of Triton's kernels; {} without it."""
-  ptxas, found = shutil.which('ptxas'), dict[str, int]()
-  for ptx in folder.glob('*.ptx') if ptxas else ():
+def _assembly(folder: Path) -> dict[str, Any]:
+  """Of Triton's kernels: the instruction that multiplies matrices, the newest there is, '' for none; and, where
+  ptxas is here, the most registers of a thread and bytes spilled, as it says."""
+  ptxas, found = shutil.which('ptxas'), dict[str, Any]()
+  for ptx in folder.glob('*.ptx'):
     text = ptx.read_text(encoding='utf-8')
     target = re.search(r'^\.target (\w+)', text, re.MULTILINE)
     if target is None or 'global_smem' not in text:
       continue
-    command = [str(ptxas), '-v', f'-arch={target[1]}', str(ptx), '-o', str(folder / 'kernel.cubin')]
+    uses = next((name for name in ('wgmma', 'mma') if f'{name}.' in text), '')
+    found['instruction'] = max(found.get('instruction', ''), uses)
+    if not ptxas:
+      continue
+    command = [ptxas, '-v', f'-arch={target[1]}', str(ptx), '-o', str(folder / 'kernel.cubin')]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     used, spilled = re.search(r'Used (\d+) registers', said), re.search(r'(\d+) bytes spill stores', said)
     if used and spilled:
       now = {'registers': int(used[1]), 'spilled_bytes': int(spilled[1])}
-      found = {name: max(value, found.get(name, 0)) for name, value in now.items()}
+      found |= {name: max(value, found.get(name, 0)) for name, value in now.items()}
   return found
