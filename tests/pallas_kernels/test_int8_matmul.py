@@ -108,6 +108,18 @@ def test_no_tile_is_raced_for():
 
 
 @pytest.mark.parametrize('form', ['nn', 'nt', 'tn'])
+@pytest.mark.parametrize('columns_first', [False, True])
+@pytest.mark.parametrize('depth', [128, 256])
+def test_a_tpu_computes_every_tile_in_either_order(form: str, columns_first: bool, depth: int):
+  # Two rows and three columns of tiles, ragged at both ends, with the sum whole or in two parts.
+  a, b, exact = draw(200, 300, 256, form)
+  row, column = scales(200, 300)
+  tiles = tiling.Tiling(128, 128, depth, columns_first)
+  found = tpu.matmul(a, b, row, column, form=form, interpret=True, tiles=tiles)
+  np.testing.assert_array_equal(found, exact.astype(np.float32) * np.asarray(column) * np.asarray(row))
+
+
+@pytest.mark.parametrize('form', ['nn', 'nt', 'tn'])
 @pytest.mark.parametrize('group', [1, 2, 3, 4])
 def test_a_gpu_computes_every_tile_in_any_order(form: str, group: int, monkeypatch: pytest.MonkeyPatch):
   # Four rows and three columns of tiles, in groups of which the last may be shorter; ragged at each edge.

@@ -149,12 +149,20 @@ class TestTPU(Contract):
   platform = 'tpu'
 
   @pytest.mark.parametrize('name', ['matmul', 'matmul_transposed'])
-  def test_no_races_and_no_reads_out_of_bounds(self, name: str, capsys: pytest.CaptureFixture):
+  @pytest.mark.parametrize('stays', [False, True])
+  @pytest.mark.parametrize(
+    ('scheme', 'inputs', 'rows'), [('int8:axis=channel', 384, 128), ('nf4:block=64', 1100, 256)]
+  )
+  def test_no_races_and_no_reads_out_of_bounds(
+    self, name: str, stays: bool, scheme: str, inputs: int, rows: int, capsys: pytest.CaptureFixture
+  ):
     # Several tiles along each axis. What a tile holds beyond an array is NaN, which the mask must drop.
-    q = quantize(draw(600, 520), 'int8:axis=channel')
-    given = draw(17, 600 if name == 'matmul' else 520, seed=1)
+    q = quantize(draw(inputs, 300), scheme)
+    given = draw(37, inputs if name == 'matmul' else 300, seed=1)
+    tiles = tiling.Tiling(16, rows, 128, stays)
+    assert min(tiles.grid(37, 300, raw(q)[-1], name != 'matmul')) >= 3
     how = pltpu.InterpretParams(detect_races=True)
-    found = self.products[name](given, *raw(q), interpret=how)
+    found = self.products[name](given, *raw(q), interpret=how, tiles=tiles)
     wanted = getattr(reference, name)(given, *raw(q))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(wanted))))
     assert 'RACE' not in capsys.readouterr().out.upper()
@@ -206,6 +214,7 @@ class TestTPU(Contract):
           found = self.products[name](given, *args, interpret=True, tiles=cut)
           # Both add up the same products of numbers near 1 in float32.
           np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-4)
+
 
 class TestGPU(Contract):
   platform = 'gpu'

@@ -84,6 +84,36 @@ class TestContract:
         of(name, 'weight')(draw(64, 8), layout)
 
 
+@pytest.mark.parametrize(
+  'scheme,inputs', [('nf4:block=64', 1100), ('int4:block=32', 576), ('int8:block=64', 640)]
+)
+def test_weights_of_several_tiles_have_the_same_bytes(
+  scheme: str, inputs: int, monkeypatch: pytest.MonkeyPatch
+):
+  # Tiles of eight blocks and 128 outputs: two or three each way, ragged at both ends. Sizes that no other
+  # test has, as a call traced before would keep its tiles.
+  monkeypatch.setattr(tpu, 'TILE', 2**13)
+  layout, wanted = layout_of(scheme, inputs), quantize(draw(inputs, 300), scheme)
+  assert layout.blocks > 8 and tpu._weight_tile(300, layout) == (8, 128)
+  codes, scale = tpu.weight(draw(inputs, 300), layout, interpret=True)
+  np.testing.assert_array_equal(codes, wanted.codes)
+  np.testing.assert_array_equal(scale, wanted.scales)
+
+
+def test_tokens_of_several_tiles_have_the_same_codes(monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(tpu, 'TILE', 2**12)
+  x, key = draw(75, 133), jax.random.key(1)
+  assert tpu._tile_rows(75, 133) == 32
+  wanted = activations.encode(x, activations.parse_activations('int8:axis=token'))
+  for found, want in zip(tpu.tokens(x, interpret=True), wanted, strict=True):
+    np.testing.assert_array_equal(found, want)
+  bits = jax.random.bits(key, x.shape, jnp.uint32)
+  for found, want in zip(tpu.tokens(x, bits=bits, interpret=True), reference.tokens(x, bits), strict=True):
+    np.testing.assert_array_equal(found, want)
+  found = tpu.stochastic_round(x, bits=bits >> 16, interpret=True)
+  np.testing.assert_array_equal(found, reference.stochastic_round(x, bits >> 16))
+
+
 @pytest.mark.parametrize('name', ['reference', 'tpu'])
 class TestRounding:
   """Rounding at random, with bits that are given."""
