@@ -110,8 +110,8 @@ def _compile_table(rows: list[dict[str, Any]]) -> str:
       numbers = (
         f'{row["bytes_over_least"]:>11.2f} {row["bytes_least"] / 2**20:>9.1f} '
         f'{row["operations"] / 1e9:>7.1f} '
-        f'{row.get("roofline_us", 0):>9.1f} {vmem:>8} '
-        f'{row.get("instruction") or "-":>5} {row.get("registers", "-"):>4} {row.get("spilled_bytes", "-"):>7}'
+        f'{row.get("roofline_us", 0):>9.1f} {vmem:>8} {row.get("instruction") or "-":>5} '
+        f'{row.get("registers", "-"):>4} {row.get("spilled_bytes", "-"):>7}'
       )
     says = 'yes' if row['compiled'] else f'{"refused" if row["refused"] else "NO"}: {row["reason"]}'
     shape = 'x'.join(map(str, row['shape']))

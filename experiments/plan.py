@@ -315,7 +315,8 @@ def _remark(plans: Sequence[Plan]) -> None:
   """What the numbers are for."""
   for plan in plans:
     told = ', '.join(f'{what} = {which}' for what, which in plan.kernels.items())
-    print(f'{plan.chip}: {told}', file=sys.stderr)
+    calls = ', '.join(f'{count} of {name}' for name, count in plan.kernel_calls.items())
+    print(f'{plan.chip}: {told}' + (f'; calls of kernels: {calls}' if calls else ''), file=sys.stderr)
   print('nothing here was measured on a chip')
   compiled = [plan for plan in plans if plan.host_bytes and plan.source == 'compiler']
   if any(chips.find(plan.chip).kind != 'tpu' for plan in compiled):

@@ -9,6 +9,8 @@ What is chosen for which product is noted while a program is traced (`noting`), 
 """
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -73,6 +75,19 @@ def products(notes: Notes) -> dict[str, list[str]]:
 def summary(ways: Mapping[str, Any]) -> str:
   """What multiplies, from the keys of `products`: 'xla', 'pallas_tpu', or 'pallas_tpu and xla'."""
   return ' and '.join(sorted({told.partition(':')[0] for told in ways})) or 'xla'
+
+
+# The name of a kernel in a line of a compiled program that calls it: on a TPU, and by Triton.
+_CALL = re.compile(
+  r'%(\w+?)[.\d]* = .*custom_call_target="tpu_custom_call"'
+  r'|custom_call_target="__gpu\$xla\.gpu\.triton".* name = "(\w+)"'
+)
+
+
+def calls(program: str) -> dict[str, int]:
+  """How often a compiled program, as text, calls each Pallas kernel; the body of a loop counts once."""
+  found = Counter(match[1] or match[2] for line in program.splitlines() if (match := _CALL.search(line)))
+  return dict(sorted(found.items()))
 
 
 def mesh_obstacle() -> str | None:

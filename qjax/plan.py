@@ -65,6 +65,7 @@ class Plan:
     kernels: implementations of 'matmul' and 'attention' that the numbers are for.
     host_traffic_bytes: that a step copies from host memory.
     hiding_tokens: at a time, from which the products take longer than these copies; None without copies.
+    kernel_calls: how often the compiled program calls each Pallas kernel, a loop's body once.
   """
 
   chip: str
@@ -78,6 +79,7 @@ class Plan:
   kernels: Mapping[str, str]
   host_traffic_bytes: int = 0
   hiding_tokens: float | None = None
+  kernel_calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   @property
   def fits(self) -> bool:
@@ -103,6 +105,7 @@ class Plan:
       'kernels': dict(self.kernels),
       'host_traffic_gib': self.host_traffic_bytes / GIB,
       'hiding_tokens': self.hiding_tokens,
+      'kernel_calls': dict(self.kernel_calls),
     }
 
 
@@ -285,14 +288,16 @@ def compile_for(program: train.Program) -> dict[str, Any]:
   args = arguments(program)  # not below, where the mesh's devices, which are not here, would make the key
   try:
     with jax.set_mesh(program.mesh), kernels.noting() as notes:
-      memory = train.compile_step(program, *args).memory
+      compiled = train.compile_step(program, *args)
   except jax.errors.JaxRuntimeError as error:
     needed = _needed(str(error))
     if needed is None:
       raise
     return {'needed_bytes': needed, 'kernels': train.kernels_used(program, kernels.products(notes))}
+  memory, text = compiled.memory, compiled.call.as_text()  # type: ignore[attr-defined]
   fields = {name: getattr(memory, f'{name}_size_in_bytes') for name in _SIZES}
   fields |= {'peak': memory.peak_memory_in_bytes, 'seconds': time.monotonic() - start}
+  fields |= {'kernel_calls': kernels.calls(text)}
   return fields | {'kernels': train.kernels_used(program, kernels.products(notes))}
 
 
@@ -333,7 +338,7 @@ def from_compiler(reserved: Mapping[str, Any], chip: Chip, arithmetic: Plan) -> 
   parts = rests | {name: round(size * scale) for name, size in passing.items()}
   return dataclasses.replace(
     arithmetic, source='compiler', peak_bytes=peak, host_bytes=host, breakdown=parts,
-    kernels=reserved['kernels'],
+    kernels=reserved['kernels'], kernel_calls=reserved.get('kernel_calls', {}),
   )  # fmt: skip
 
 

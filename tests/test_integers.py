@@ -191,6 +191,18 @@ def test_each_product_is_noted_with_what_computes_it():
   assert ways[f'{by}: low_bit_matmul'] == [f'{PATH} dx']
 
 
+def test_calls_of_kernels_are_counted_in_a_compiled_program():
+  program = """
+  %low_bit_matmul.3 = f32[8,64]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={}
+  ROOT %low_bit_matmul_transposed = f32[8] custom-call(%x), custom_call_target="tpu_custom_call"
+  %low_bit_matmul.7.1 = f32[8,64]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
+  %call = f32[1] custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", {a = 1, name = "int8_matmul"}
+  %dot.1 = f32[8] custom-call(%x), custom_call_target="__cublas$gemm", metadata={op_name="low_bit_matmul"}
+  %add = f32[8] add(%low_bit_matmul.3, %x)
+  """
+  assert kernels.calls(program) == {'int8_matmul': 1, 'low_bit_matmul': 2, 'low_bit_matmul_transposed': 1}
+
+
 class _Device:
   def __init__(self, platform: str, device_kind: str):
     self.platform, self.device_kind = platform, device_kind

@@ -257,6 +257,7 @@ def test_several_devices_are_refused(directory: Path) -> None:
 RESERVED = {
   'argument': 100, 'output': 60, 'alias': 60, 'temp': 90, 'peak': 150, 'host_argument': 0, 'host_output': 0,
   'host_alias': 0, 'host_temp': 0, 'kernels': {'matmul': 'xla', 'attention': 'xla'},
+  'kernel_calls': {'int8_matmul': 3},
 }  # fmt: skip
 
 
@@ -265,6 +266,7 @@ def test_which_number_of_a_compiler_counts() -> None:
   mine = plan.Plan('v5e', 'arithmetic', 140, 0, 145, parts, 1.0, 8, {})
   on_tpu, on_gpu = (plan.from_compiler(RESERVED, chip, mine) for chip in (TPU, GPU))
   assert (on_tpu.peak_bytes, on_gpu.peak_bytes) == (150, 190)
+  assert on_tpu.record()['kernel_calls'] == {'int8_matmul': 3} and mine.record()['kernel_calls'] == {}
   assert sum(on_tpu.breakdown.values()) == pytest.approx(150, abs=3)
   assert on_tpu.breakdown['weights'] == 100 and not on_tpu.fits
   offloaded = plan.from_compiler(RESERVED | {'host_argument': 40}, TPU, mine)

@@ -19,7 +19,7 @@ SUBLANES, LANES, BYTE_SUBLANES = 8, 128, 32
 # Rows of bfloat16 that a register holds.
 FEWEST_TOKENS = 16
 # Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
-VMEM_BYTES = 46 * 2**20
+VMEM_BYTES = 47 * 2**20
 # What a step of the grid costs beside its work, in bytes that could be moved meanwhile: about a third of a
 # microsecond.
 STEP_BYTES = 2**18
@@ -80,10 +80,15 @@ class Tiling:
     down, across, cuts = grid
     return 1 + (down > 1 or cuts > 1), 1 + (across > 1 or cuts > 1), 1 + (down > 1 or across > 1)
 
+  def factor_copies(self, grid: tuple[int, int, int]) -> tuple[int, int]:
+    """The same of an adapter's x·A and B."""
+    down, across, _ = grid
+    return 1 + (down > 1), 1 + (across > 1)
+
   def held(
     self, grid: tuple[int, int, int], layout: Layout, itemsize: int, transposed: bool, rank: int = 0
   ) -> int:
-    """Bytes of vector memory; of an adapter those of x·A, of A and of B."""
+    """Bytes of vector memory; of an adapter those of B, and of x·A or what it is had from."""
     runs, length = self.runs(layout)
     inputs, (of_x, of_w, of_y) = runs * length, self.copies(grid)
     summed, kept = (self.columns, inputs) if transposed else (inputs, self.columns)
@@ -92,7 +97,12 @@ class Tiling:
     decoding = 6 * 4 * max(STEP_BLOCKS * layout.span if layout.blocks > 1 else 0, STEP_ROWS) * STEP_COLUMNS
     decoded = inputs * self.columns * itemsize
     wide, tall = -(-rank // LANES) * LANES, -(-rank // FEWEST_TOKENS) * FEWEST_TOKENS
-    factors = 2 * (self.tokens * wide * 4 + tall * (inputs + self.columns) * itemsize)
+    of_low, of_b = self.factor_copies(grid)
+    factors = of_b * tall * self.columns * itemsize
+    if self.lowers(grid, layout):
+      factors += 2 * tall * inputs * itemsize + 4 * self.tokens * wide
+    else:
+      factors += of_low * self.tokens * wide * itemsize
     rows = self.tokens * (of_x * summed * itemsize + of_y * kept * 4)
     return rows + of_w * weight + decoded + decoding + factors
 

@@ -303,7 +303,7 @@ def _call(
     tiles: their sizes.
     transposed: whether the product is with the transposed weight.
     interpret: run on a CPU.
-    adapter: arrays that it is read from, B the last, their blocks and places, and scratch.
+    adapter: arrays that it is read from, B the last, their blocks, places and copies, and scratch.
   """
   codes, scale, offset = weight
   factors, factor_specs, total_low = adapter
@@ -350,7 +350,7 @@ def _call(
     grid=(across, down, cuts) if tiles.weight_stays else grid,
     in_specs=[
       *(spec(block, where, of_x) for block, where in x_specs),
-      *(spec(block, where) for block, where in factor_specs),
+      *(spec(*each) for each in factor_specs),
       *specs,
     ],
     out_specs=spec(block, where, of_y),
@@ -359,7 +359,7 @@ def _call(
     compiler_params=pltpu.CompilerParams(
       # A tile that is decoded once is met by the steps of one core.
       dimension_semantics=('parallel', 'arbitrary' if tiles.weight_stays else 'parallel', 'arbitrary'),
-      vmem_limit_bytes=tiling.VMEM_BYTES + 14 * 2**20,
+      vmem_limit_bytes=tiling.VMEM_BYTES + 13 * 2**20,
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * tokens * (layout.blocks * layout.span + rank) * outputs,
@@ -425,17 +425,18 @@ def _runs_of(x: jax.Array, layout: Layout, tiles: Tiling) -> tuple[list[jax.Arra
 
 
 def _factors_of(
-  adapter: LowRank, layout: Layout, tiles: Tiling, lowers: bool
+  adapter: LowRank, layout: Layout, tiles: Tiling, grid: tuple[int, int, int], lowers: bool
 ) -> tuple[list[jax.Array], list[Any], list[Any]]:
   """What a product reads of an adapter, as `_call` takes it; `lowers` is whether it has x·A by itself."""
   # A TPU's compiler takes a product with one row for one with a vector, which it lacks in bfloat16.
   rank = max(adapter.rank, tiling.SUBLANES)
-  b, of_b = _filled(adapter.b, rank), ((rank, tiles.columns), lambda i, j, k: (0, j))
+  low_copies, b_copies = tiles.factor_copies(grid)
+  b, of_b = _filled(adapter.b, rank), ((rank, tiles.columns), lambda i, j, k: (0, j), b_copies)
   if lowers:
     assert adapter.a is not None
     runs, specs = _runs_of(_filled(adapter.a, rank), layout, dataclasses.replace(tiles, tokens=rank))
     return [*runs, b], [*specs, of_b], [pltpu.VMEM((tiles.tokens, rank), jnp.float32)]
-  of_low = (tiles.tokens, rank), lambda i, j, k: (i, 0)
+  of_low = (tiles.tokens, rank), lambda i, j, k: (i, 0), low_copies
   return [_filled(adapter.low, columns=rank), b], [of_low, of_b], []
 
 
@@ -480,7 +481,7 @@ def matmul(
   if adapter is not None:
     grid = tiles.grid(x.shape[0], outputs, layout, False)
     s, lowers = adapter.scale, adapter.a is not None and tiles.lowers(grid, layout)
-    factors = _factors_of(adapter, layout, tiles, lowers)
+    factors = _factors_of(adapter, layout, tiles, grid, lowers)
   operands, specs = _runs_of(x, layout, tiles)
   result = (x.shape[0], outputs), (tiles.tokens, tiles.columns), lambda i, j, k: (i, j)
   kernel = functools.partial(_forward_kernel, s=s, lowers=lowers)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import dispatch
+from pallas_kernels.low_bit_matmul import tiling
 from qjax import build, chips, kernels, method, optim, plan, sharding, train
 from qjax.adapters import LoraSpec
 from qjax.models.config import ModelConfig, parameter_shapes
@@ -79,11 +79,12 @@ def gradient(chip: str, name: str) -> dict[str, int]:
   arguments = _placed((trainable['lora'], frozen, batch), NamedSharding(mesh, PartitionSpec()))
   with jax.set_mesh(mesh):
     text = jax.jit(jax.grad(loss)).lower(*arguments).compile().as_text()
-  calls = [line for line in text.splitlines() if 'custom-call(' in line and dispatch.LOW_BIT in line]
-  found = {'forward': 0, 'transposed': 0, 'weights': _whole_weights(text)}
-  for line in calls:
-    found['transposed' if f'{dispatch.LOW_BIT}_transposed' in line else 'forward'] += 1
-  return found
+  calls = kernels.calls(text)
+  return {
+    'forward': calls.get(tiling.NAMES[0], 0),
+    'transposed': calls.get(tiling.NAMES[1], 0),
+    'weights': _whole_weights(text),
+  }
 
 
 def training(chip: str, name: str) -> dict[str, Any]:
@@ -100,7 +101,9 @@ def training(chip: str, name: str) -> dict[str, Any]:
   with jax.set_mesh(program.mesh):
     compiled = train.compile_step(program, *arguments)
   text = compiled.call.as_text()  # type: ignore[attr-defined]
-  calls = [line for line in text.splitlines() if 'custom-call(' in line]
-  ops = (dispatch.LOW_BIT, dispatch.INT8, dispatch.TOKENS)
-  found: dict[str, Any] = {op: sum(op in line for line in calls) for op in ops}
-  return found | {'weights': _whole_weights(text), 'products': compiled.products, 'seconds': compiled.seconds}
+  return {
+    'calls': kernels.calls(text),
+    'weights': _whole_weights(text),
+    'products': compiled.products,
+    'seconds': compiled.seconds,
+  }
