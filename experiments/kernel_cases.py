@@ -21,7 +21,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, grid_order
+from pallas_kernels import dispatch, grid_order, hardware
 from pallas_kernels.grid_order import Cores
 from pallas_kernels.grouped_adapter import tiling as grouped_tiling
 from pallas_kernels.grouped_adapter.tiling import Sizes
@@ -342,7 +342,7 @@ def _from_meetings(case: Case, equation: Any, is_tpu: bool) -> list[Panel]:
   mapping, sizes = equation.params['grid_mapping'], case.sizes()
   of_row = jnp.asarray(case.of_row())
   met = np.unique(of_row)
-  rank = max(sizes.rank, grouped_tiling.FEWEST_RANK) if is_tpu else sizes.rank
+  rank = max(sizes.rank, hardware.FEWEST_RANK) if is_tpu else sizes.rank
   factors = [(sizes.groups, rank, size) for size in (sizes.inputs, sizes.outputs)]
   if not is_tpu:
     return [
