@@ -26,6 +26,7 @@ from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul.layout import Layout, Scales
 from pallas_kernels.low_bit_matmul.reference import LowRank
 from qjax import sharding
+from qjax.quant.formats import Scheme
 from qjax.quant.qtensor import DQ_GROUP, DoubleQuantized, QTensor, per_column
 
 # By (path of a weight, product), what computes it.
@@ -88,13 +89,19 @@ def is_split() -> bool:
   return not (mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types)
 
 
+def layout_in(scheme: Scheme, inputs: int) -> Layout:
+  """What the bytes of a weight [inputs, N] in a scheme mean, as kernels take it."""
+  numbers = scheme.numbers
+  return Layout(
+    inputs, scheme.block_of(inputs), numbers.bits, numbers.levels,
+    bias=0 if scheme.asymmetric else numbers.bias,
+    double_quantized=scheme.double_quantized, has_offsets=scheme.asymmetric,
+  )  # fmt: skip
+
+
 def layout_of(w: QTensor) -> Layout:
   """What the bytes of w mean, as kernels take it."""
-  scheme, numbers = w.scheme, w.scheme.numbers
-  bias = 0 if scheme.asymmetric else numbers.bias
-  return Layout(
-    w.inputs, scheme.block_of(w.inputs), numbers.bits, numbers.levels, bias, scheme.double_quantized
-  )
+  return layout_in(w.scheme, w.inputs)
 
 
 def arrays_of(w: QTensor) -> tuple[jax.Array, Scales, jax.Array | None]:

@@ -227,6 +227,7 @@ def product(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed
   form = f'{layout.bits} bits, blocks of {layout.span}'
   form += ', table' if layout.levels is not None else ''
   form += ', scales in 8 bits' if layout.double_quantized else ''
+  form += ', offsets' if layout.has_offsets else ''
   return Product(NAMES[transposed], form, (tokens, layout.inputs, outputs), itemsize)
 
 

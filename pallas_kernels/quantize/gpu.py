@@ -92,12 +92,11 @@ def weight(w: jax.Array, layout: Layout, interpret: bool = False) -> tuple[jax.A
   reference.check(layout)
   outputs, whole = w.shape[1], layout.blocks * layout.span
   divisor, tail = reference.divisor_of(layout), layout.tail
-  dtype = jnp.int8 if layout.bits == 8 and layout.levels is None else jnp.uint8
   codes, scale = pl.pallas_call(
     functools.partial(_weight_kernel, layout=layout, outputs=outputs),
     grid=(layout.blocks, pl.cdiv(outputs, COLUMNS)),
     out_shape=[
-      jax.ShapeDtypeStruct((layout.rows, outputs), dtype),
+      jax.ShapeDtypeStruct((layout.rows, outputs), layout.dtype),
       jax.ShapeDtypeStruct((layout.blocks, outputs), jnp.float32),
     ],
     compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),

@@ -71,7 +71,6 @@ def weight(w: jax.Array, layout: Layout, interpret: Any = False) -> tuple[jax.Ar
   outputs = w.shape[1]
   blocks, columns = _weight_tile(outputs, layout)
   divisor, tail, m = reference.divisor_of(layout), layout.tail, layout.rows_of_block
-  dtype = jnp.int8 if layout.bits == 8 and layout.levels is None else jnp.uint8
   whole = layout.blocks * layout.span
   codes, scale = pl.pallas_call(
     functools.partial(_weight_kernel, layout=layout),
@@ -85,7 +84,7 @@ def weight(w: jax.Array, layout: Layout, interpret: Any = False) -> tuple[jax.Ar
       pl.BlockSpec((blocks, columns), lambda i, j: (i, j)),
     ],
     out_shape=[
-      jax.ShapeDtypeStruct((layout.rows, outputs), dtype),
+      jax.ShapeDtypeStruct((layout.rows, outputs), layout.dtype),
       jax.ShapeDtypeStruct((layout.blocks, outputs), jnp.float32),
     ],
     compiler_params=pltpu.CompilerParams(
