@@ -509,8 +509,8 @@ def _check_numerics(numerics: Numerics, course: Course, *, moves_weights: bool) 
   backward = numerics.backward
   if not moves_weights and 'int8' in (backward.dx, backward.dw):
     raise UserError("qat.backward wants integers, but no weight is quantized; set qat.weights")
-  is_static = any(spelling.endswith('static') for _, spelling in numerics.activations)
-  if not is_static and (numerics.activation_gradient in fake.LEARNED or course.momentum is not None):
+  moves_ranges = numerics.activation_gradient in fake.LEARNED or course.momentum is not None
+  if moves_ranges and not numerics.has_static_ranges:
     raise UserError(
       "qat.activation_gradient moves ranges of static schemes, but no activation has one; use 'ste', or "
       "qat.activations = (('.*', 'int8:axis=tensor,static'),)"

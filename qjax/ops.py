@@ -105,6 +105,11 @@ class Numerics:
     return self.backward.draws or self.weight_rounding == 'stochastic'
 
   @property
+  def has_static_ranges(self) -> bool:
+    """Whether a rule quantizes inputs within a range that comes from calibration."""
+    return any(activations.parse_activations(spelling).is_static for _, spelling in self.activations)
+
+  @property
   def plain(self) -> 'Numerics':
     """The same with nothing quantized on the way."""
     return dataclasses.replace(
