@@ -208,9 +208,9 @@ class Method:
       in_few_bits |= rests or (scheme is not None and not scheme.numbers.is_float)
       if scheme is not None:
         integers.check_backward(n.backward, n.scheme_of(path), path, scheme, shapes[path])
-    if n.implementation not in ('auto', 'xla') and not in_few_bits:
+    if n.kernels not in ('auto', 'xla') and not in_few_bits:
       raise UserError(
-        f'kernels = {n.implementation!r}, but no weight of this model is multiplied in few bits, as kernels'
+        f'kernels = {n.kernels!r}, but no weight of this model is multiplied in few bits, as kernels'
         " do; use kernels = 'auto' or 'xla', or a method that quantizes, such as qlora or qat"
       )
     for path, layers in self.trainable.slices:

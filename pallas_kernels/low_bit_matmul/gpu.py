@@ -69,7 +69,7 @@ class _Weight:
     """The planes of a tile, each [rows, columns] in `dtype`; what lies beyond the weight is finite."""
     layout, tail = self.layout, self.layout.tail
     m = self.of_block(block, layout.rows_of_block, tail.rows_of_block if tail else 0)
-    start = block * layout.bytes_of_block
+    start = block * layout.byte_rows_of_block
     fits = None if self.outputs % self.tiles.columns == 0 else n < self.outputs
     mask = mask_of(None if tail is None and self.tiles.is_exact(layout) else row < m, fits)
     low = self._bytes(start + row, n, mask)

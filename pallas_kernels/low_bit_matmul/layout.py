@@ -74,7 +74,7 @@ class Layout:
     return -(-self.span // 8) if self.bits == 3 else 0
 
   @property
-  def bytes_of_block(self) -> int:
+  def byte_rows_of_block(self) -> int:
     """Rows of bytes that a whole block takes."""
     return self.rows_of_block + self.high_rows_of_block
 
@@ -91,7 +91,7 @@ class Layout:
   @property
   def byte_rows(self) -> int:
     """Rows of bytes of all whole blocks."""
-    return self.blocks * self.bytes_of_block
+    return self.blocks * self.byte_rows_of_block
 
   def nbytes(self, outputs: int) -> int:
     """Of codes and scales of all whole blocks of [K, N]."""

@@ -53,7 +53,7 @@ class Tiling:
 
   def byte_rows(self, layout: Layout) -> int:
     """Rows of bytes that hold the rows."""
-    return self.blocks(layout) * layout.bytes_of_block if layout.bits == 3 else self.rows
+    return self.blocks(layout) * layout.byte_rows_of_block if layout.bits == 3 else self.rows
 
   def runs(self, layout: Layout) -> tuple[int, int]:
     """Runs of consecutive inputs that a tile holds, and the length of each.

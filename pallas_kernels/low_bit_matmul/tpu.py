@@ -115,7 +115,7 @@ class _Weight:
     blocks = tiles.blocks(layout)
     if layout.blocks > 1:
       step, count, whole = tiling.STEP_BLOCKS, blocks // tiling.STEP_BLOCKS, blocks
-      rows_of, inputs_of = layout.bytes_of_block, layout.span
+      rows_of, inputs_of = layout.byte_rows_of_block, layout.span
     else:
       step = tiles.rows if layout.bits == 3 else tiling.STEP_ROWS
       count, whole, rows_of, inputs_of = tiles.rows // step, tiles.rows, 1, 1
