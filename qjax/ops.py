@@ -237,10 +237,10 @@ def _why_not(w: Projected) -> str:
 def _resting_product(x: jax.Array, w: QTensor, plan: _Plan, transposed: bool) -> jax.Array:
   """x · w, or x · wᵀ, by the kernels of the plan."""
   policy = plan.policy
-  plan.note('dx' if transposed else 'forward', kernels.explain(w, x.dtype, plan.kernels))
-  y = kernels.multiply(x, w, plan.kernels, plan.path, transposed)
-  if y is not None:
-    return y.astype(policy.accum)
+  found = kernels.explain(w, x.dtype, plan.kernels)
+  plan.note('dx' if transposed else 'forward', found)
+  if not isinstance(found, str):
+    return kernels.multiply(x, w, found, plan.path, transposed).astype(policy.accum)
   axis = 1 if transposed else 0
   return contract(x, _operand(w, policy.compute), ((x.ndim - 1,), (axis,)), policy.accum)
 
@@ -518,19 +518,19 @@ def _adds(w: QTensor, scheme: ActivationScheme, plan: _Plan) -> bool:
   """Whether a kernel multiplies by w, and may add an adapter before it writes the result."""
   if not scheme.is_none or plan.policy.accum != jnp.float32:
     return False
-  return kernels.choose(w, plan.policy.compute, plan.kernels) is not None
+  return not isinstance(kernels.explain(w, plan.policy.compute, plan.kernels), str)
 
 
 def _with_adapter(
   x: jax.Array, w: QTensor, low: jax.Array, b: jax.Array, a: jax.Array | None, scale: float, plan: _Plan
 ) -> jax.Array:
   compute = plan.policy.compute
+  choice = kernels.explain(w, compute, plan.kernels)
+  assert not isinstance(choice, str), 'the caller has asked'
   for product in ('forward', 'adapter'):
-    plan.note(product, kernels.explain(w, compute, plan.kernels))
+    plan.note(product, choice)
   adapter = LowRank(low, b.astype(compute), scale, None if a is None else a.astype(compute))
-  y = kernels.multiply(x.astype(compute), w, plan.kernels, plan.path, adapter=adapter)
-  assert y is not None
-  return y
+  return kernels.multiply(x.astype(compute), w, choice, plan.path, adapter=adapter)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
