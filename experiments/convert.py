@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
   if _MERGE.value:
     with stage(f'merging adapters into {_MERGE.value}'):
       variables, survived = convert.merge(variables, (('.*', _MERGE.value),), run.shapes)
-  at_rest = run.model.clone(numerics=Numerics(numerics.policy, numerics.implementation, numerics.activations))
+  at_rest = run.model.clone(numerics=Numerics(numerics.policy, numerics.kernels, numerics.activations))
   with jax.set_mesh(run.mesh):
     trained = _score('as it was trained', run, run.model, trainable, frozen)
     stored = _score('as it is stored', run, at_rest, {}, variables)

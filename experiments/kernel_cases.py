@@ -21,7 +21,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, grid_order
+from pallas_kernels import dispatch, grid_order, hardware
 from pallas_kernels.grid_order import Cores
 from pallas_kernels.grouped_adapter import tiling as grouped_tiling
 from pallas_kernels.grouped_adapter.tiling import Sizes
@@ -32,7 +32,7 @@ from pallas_kernels.low_bit_matmul.layout import GROUP, DoubleQuantized, Layout
 from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.quantize import gpu as quantize_gpu
 from pallas_kernels.quantize import tpu as quantize_tpu
-from qjax import chips
+from qjax import chips, kernels
 from qjax.chips import Chip
 from qjax.quant.formats import packed_rows, parse_scheme
 
@@ -120,12 +120,7 @@ class Case:
 
   def layout(self) -> Layout:
     """What the bytes of a weight of that format mean."""
-    scheme, inputs = parse_scheme(self.scheme), self.shape[1]
-    numbers = scheme.numbers
-    bias = 0 if scheme.asymmetric else numbers.bias
-    return Layout(
-      inputs, scheme.block_of(inputs), numbers.bits, numbers.levels, bias, scheme.double_quantized
-    )
+    return kernels.layout_in(parse_scheme(self.scheme), self.shape[1])
 
 
 def cases(names: list[str], is_quick: bool) -> list[Case]:
@@ -177,7 +172,7 @@ def program(case: Case, **how: Any) -> Program:
     layout = case.layout()
     product = implementation(case).products['matmul_transposed' if case.kernel == LOW_BIT[1] else 'matmul']
     tail = packed_rows(layout.tail.inputs, layout.bits) if layout.tail else 0
-    codes = array((layout.byte_rows + tail, n), jnp.int8 if case.scheme.startswith('int8') else jnp.uint8)
+    codes = array((layout.byte_rows + tail, n), layout.dtype)
     blocks = layout.blocks + (layout.tail is not None)
     scale: Any = array((blocks, n), jnp.float32)
     if layout.double_quantized:
@@ -186,7 +181,7 @@ def program(case: Case, **how: Any) -> Program:
     dtype = jnp.dtype(case.dtype)
     x = array((m, n if case.kernel == LOW_BIT[1] else k), dtype)
     if case.kernel != ADAPTED:
-      offset = [array((blocks, n), jnp.float32)] if parse_scheme(case.scheme).asymmetric else []
+      offset = [array((blocks, n), jnp.float32)] if layout.has_offsets else []
 
       def multiply(x: jax.Array, codes: jax.Array, scale: Any, offset: jax.Array | None = None) -> Any:
         return product(x, codes, scale, offset, layout, **how)
@@ -342,7 +337,7 @@ def _from_meetings(case: Case, equation: Any, is_tpu: bool) -> list[Panel]:
   mapping, sizes = equation.params['grid_mapping'], case.sizes()
   of_row = jnp.asarray(case.of_row())
   met = np.unique(of_row)
-  rank = max(sizes.rank, grouped_tiling.FEWEST_RANK) if is_tpu else sizes.rank
+  rank = max(sizes.rank, hardware.FEWEST_RANK) if is_tpu else sizes.rank
   factors = [(sizes.groups, rank, size) for size in (sizes.inputs, sizes.outputs)]
   if not is_tpu:
     return [

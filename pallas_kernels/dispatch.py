@@ -139,9 +139,42 @@ def target_platform() -> str:
 
 
 def explain(
+  op: str, kernels: str, layout: Any, dtype: Any, obstacle: str | None = None, platform: str | None = None,
+  is_demand: bool = True,
+) -> Choice | str:  # fmt: skip
+  """The kernel that computes `op`, or why XLA does.
+
+  Args:
+    op: of a row of the table.
+    kernels: 'auto' or a name in `KERNELS`.
+    layout: what the op's kernels take as the static part of a weight.
+    dtype: of the activations.
+    obstacle: what the caller knows to stand in every kernel's way.
+    platform: what is compiled for; None is `target_platform()`.
+    is_demand: whether a kernel that is asked for by name has to serve, rather than leave it to XLA.
+
+  Raises:
+    NotImplementedError: a kernel was asked for by name and can't serve; says why, and what does.
+  """
+  found = _found(op, kernels, layout, dtype, obstacle, platform)
+  if isinstance(found, Choice) or kernels in ('auto', 'xla') or not is_demand:
+    return found
+  raise NotImplementedError(
+    f"kernels = {kernels!r}: {found}; use kernels = 'auto' or 'xla', which multiply by XLA's own product"
+  )
+
+
+def choose(
   op: str, kernels: str, layout: Any, dtype: Any, obstacle: str | None = None, platform: str | None = None
+) -> Choice | None:
+  """As `explain`, for callers that need no reason: None where XLA computes it."""
+  found = explain(op, kernels, layout, dtype, obstacle, platform)
+  return found if isinstance(found, Choice) else None
+
+
+def _found(
+  op: str, kernels: str, layout: Any, dtype: Any, obstacle: str | None, platform: str | None
 ) -> Choice | str:
-  """The kernel that computes `op`, or why XLA does; arguments are those of `choose`."""
   if kernels == 'xla':
     return "kernels = 'xla'"
   platform = platform or target_platform()
@@ -164,30 +197,4 @@ def explain(
   device = 'GPU of AMD' if platform == 'rocm' else platform
   return '; '.join(reasons) or (
     f'no kernel of {op} runs on a {device}; {others} compile for other platforms{here}'
-  )
-
-
-def choose(
-  op: str, kernels: str, layout: Any, dtype: Any, obstacle: str | None = None, platform: str | None = None
-) -> Choice | None:
-  """The kernel that computes `op`, or None where XLA does.
-
-  Args:
-    op: of a row of the table.
-    kernels: 'auto' or a name in `KERNELS`.
-    layout: what the op's kernels take as the static part of a weight.
-    dtype: of the activations.
-    obstacle: what the caller knows to stand in every kernel's way.
-    platform: what is compiled for; None is `target_platform()`.
-
-  Raises:
-    NotImplementedError: a kernel was asked for by name and can't serve; says why, and what does.
-  """
-  found = explain(op, kernels, layout, dtype, obstacle, platform)
-  if isinstance(found, Choice):
-    return found
-  if kernels in ('auto', 'xla'):
-    return None
-  raise NotImplementedError(
-    f"kernels = {kernels!r}: {found}; use kernels = 'auto' or 'xla', which multiply by XLA's own product"
   )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pallas_kernels import target
+from pallas_kernels.hardware import power_of_two
 
 TABLE = Path(__file__).with_name('tuned.json')
 VERSION = 2
@@ -68,8 +69,8 @@ class Row:
 def key(product: Product) -> Key:
   """Of the row for a product on what is compiled for now."""
   tokens, inputs, outputs = product.shape
-  tokens = max(FEWEST_TOKENS, 1 << (tokens - 1).bit_length())
-  return target.device().device_kind, product._replace(shape=(tokens, inputs, outputs))
+  shape = power_of_two(tokens, FEWEST_TOKENS), inputs, outputs
+  return target.device().device_kind, product._replace(shape=shape)
 
 
 def read(path: Path = TABLE) -> dict[Key, Row]:

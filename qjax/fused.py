@@ -57,7 +57,7 @@ def check(method: Method, accumulate: int, is_scaled: bool, remat: str) -> None:
     raise refuse(f'moves weights and all of them, not what {method.name!r} trains', "use method = 'full'")
   if method.distillation is not None:
     raise refuse('has no teacher', 'leave the section distill out')
-  if n.draws or any(spelling.endswith('static') for _, spelling in n.activations):
+  if n.draws or n.has_static_ranges:
     raise refuse(
       'knows no random rounding of gradients or weights and no static ranges',
       "round to nearest (qat.backward.rounding, qat.weight_rounding), with ranges found in each step",

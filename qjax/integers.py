@@ -152,9 +152,9 @@ class Where(NamedTuple):
     Raises:
       NotImplementedError: one was asked for by name and can't; with the reason, and what can.
     """
-    wanted = dispatch.INT8, self.kernels, None, 'int8', kernels.mesh_obstacle()
-    kernels.note(self.path, name, dispatch.explain(*wanted))
-    return dispatch.choose(*wanted)
+    found = dispatch.explain(dispatch.INT8, self.kernels, None, 'int8', kernels.mesh_obstacle())
+    kernels.note(self.path, name, found)
+    return None if isinstance(found, str) else found
 
   def axes(self, inputs: int, outputs: int) -> tuple[Any, Any]:
     """Mesh axes over which inputs and outputs of the weight stay split while it is multiplied."""
@@ -224,7 +224,7 @@ def encode(
     reason = f'{scheme} is not in int8 with a scale a token'
   elif where.axes(x.shape[-1], 1)[0] is not None:
     reason = 'each device holds a part of a token'
-  found = dispatch.explain(dispatch.TOKENS, where.kernels, x.shape[-1], x.dtype, reason)
+  found = dispatch.explain(dispatch.TOKENS, where.kernels, x.shape[-1], x.dtype, reason, is_demand=False)
   kernels.note(where.path, 'inputs', found)
   if isinstance(found, str):
     return activations.encode(x, scheme, high)

@@ -28,6 +28,7 @@ from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul.layout import Layout, Scales
 from pallas_kernels.low_bit_matmul.reference import LowRank
 from qjax import sharding
+from qjax.quant.formats import Scheme
 from qjax.quant.qtensor import DQ_GROUP, DoubleQuantized, QTensor, per_column
 
 # By (path of a weight, product), what computes it.
@@ -103,13 +104,19 @@ def is_split() -> bool:
   return not (mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types)
 
 
+def layout_in(scheme: Scheme, inputs: int) -> Layout:
+  """What the bytes of a weight [inputs, N] in a scheme mean, as kernels take it."""
+  numbers = scheme.numbers
+  return Layout(
+    inputs, scheme.block_of(inputs), numbers.bits, numbers.levels,
+    bias=0 if scheme.asymmetric else numbers.bias,
+    double_quantized=scheme.double_quantized, has_offsets=scheme.asymmetric,
+  )  # fmt: skip
+
+
 def layout_of(w: QTensor) -> Layout:
   """What the bytes of w mean, as kernels take it."""
-  scheme, numbers = w.scheme, w.scheme.numbers
-  bias = 0 if scheme.asymmetric else numbers.bias
-  return Layout(
-    w.inputs, scheme.block_of(w.inputs), numbers.bits, numbers.levels, bias, scheme.double_quantized
-  )
+  return layout_in(w.scheme, w.inputs)
 
 
 def arrays_of(w: QTensor) -> tuple[jax.Array, Scales, jax.Array | None]:
@@ -122,55 +129,40 @@ def arrays_of(w: QTensor) -> tuple[jax.Array, Scales, jax.Array | None]:
   return w.codes, scale, offset
 
 
-def choose(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | None:
-  """The kernel that multiplies w [K, N] in the dtype `compute`, None where XLA does.
+def explain(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | str:
+  """The kernel that multiplies w [K, N] in the dtype `compute`, or why XLA does.
 
   A weight in 16-bit floats is never decoded, and XLA's product is the one for it.
 
   Raises:
-    NotImplementedError: one was asked for by name and can't; with the reason, and what can.
+    NotImplementedError: a kernel was asked for by name and can't; with the reason, and what can.
   """
   if w.scheme.numbers.is_float:
-    return None
-  return dispatch.choose(dispatch.LOW_BIT, kernels, layout_of(w), compute, _obstacle(w))
-
-
-def _obstacle(w: QTensor) -> str | None:
-  if w.scheme.numbers.dtype is not None:
-    return f'codes of {w.scheme} are patterns of floats, neither integers nor places in a table'
-  return mesh_obstacle()
-
-
-def explain(w: QTensor, compute: Any, kernels: str) -> dispatch.Choice | str:
-  """As `choose`, with the reason where XLA multiplies."""
-  if w.scheme.numbers.is_float:
     return f'a weight in {w.scheme} is not decoded'
-  return dispatch.explain(dispatch.LOW_BIT, kernels, layout_of(w), compute, _obstacle(w))
+  obstacle = mesh_obstacle()
+  if w.scheme.numbers.dtype is not None:
+    obstacle = f'codes of {w.scheme} are patterns of floats, neither integers nor places in a table'
+  return dispatch.explain(dispatch.LOW_BIT, kernels, layout_of(w), compute, obstacle)
 
 
 def multiply(
   x: jax.Array,
   w: QTensor,
-  kernels: str,
+  choice: dispatch.Choice,
   path: str | None,
   transposed: bool = False,
   adapter: LowRank | None = None,
-) -> jax.Array | None:
-  """x [..., K] · w [K, N], or x [..., N] · wᵀ, as float32; None where XLA is to multiply.
+) -> jax.Array:
+  """x [..., K] · w [K, N], or x [..., N] · wᵀ, as float32.
 
   Args:
     x: in the compute dtype.
     w: the weight.
-    kernels: 'auto' or a name in `dispatch.KERNELS`.
+    choice: the kernel, of `explain`.
     path: of the weight, which says how it is split over a mesh; None is not at all.
     transposed: whether w is.
     adapter: what is added to x · w, its x·A [..., r], in the compute dtype.
-
-  Raises:
-    NotImplementedError: as `choose`.
   """
-  if (choice := choose(w, x.dtype, kernels)) is None:
-    return None
   kernel = choice.product('matmul_transposed' if transposed else 'matmul')
   layout = layout_of(w)
 

@@ -208,9 +208,9 @@ class Method:
       in_few_bits |= rests or (scheme is not None and not scheme.numbers.is_float)
       if scheme is not None:
         integers.check_backward(n.backward, n.scheme_of(path), path, scheme, shapes[path])
-    if n.implementation not in ('auto', 'xla') and not in_few_bits:
+    if n.kernels not in ('auto', 'xla') and not in_few_bits:
       raise UserError(
-        f'kernels = {n.implementation!r}, but no weight of this model is multiplied in few bits, as kernels'
+        f'kernels = {n.kernels!r}, but no weight of this model is multiplied in few bits, as kernels'
         " do; use kernels = 'auto' or 'xla', or a method that quantizes, such as qlora or qat"
       )
     for path, layers in self.trainable.slices:
@@ -509,8 +509,8 @@ def _check_numerics(numerics: Numerics, course: Course, *, moves_weights: bool) 
   backward = numerics.backward
   if not moves_weights and 'int8' in (backward.dx, backward.dw):
     raise UserError("qat.backward wants integers, but no weight is quantized; set qat.weights")
-  is_static = any(spelling.endswith('static') for _, spelling in numerics.activations)
-  if not is_static and (numerics.activation_gradient in fake.LEARNED or course.momentum is not None):
+  moves_ranges = numerics.activation_gradient in fake.LEARNED or course.momentum is not None
+  if moves_ranges and not numerics.has_static_ranges:
     raise UserError(
       "qat.activation_gradient moves ranges of static schemes, but no activation has one; use 'ste', or "
       "qat.activations = (('.*', 'int8:axis=tensor,static'),)"

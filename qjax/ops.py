@@ -48,12 +48,12 @@ Projected = Weight | Decomposed | Trained  # what a projection may hold
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-  """In which numbers products compute, and by which implementation.
+  """In which numbers products compute, and by which kernels.
 
   Attributes:
     policy: dtypes.
-    implementation: 'auto', or a name in `dispatch.KERNELS`, which then runs or raises. It says how products
-      with a weight in few bits are computed, and the default goes by the platform that is compiled for.
+    kernels: 'auto', or a name in `dispatch.KERNELS`, which then runs or raises. It says how products with a
+      weight in few bits are computed, and the default goes by the platform that is compiled for.
     activations: (pattern over a projection's path, scheme of its inputs), first match wins; see
       `qjax.quant.activations`.
     integer: a name in `integers.INTEGER`.
@@ -66,7 +66,7 @@ class Numerics:
   """
 
   policy: Policy
-  implementation: str = 'auto'
+  kernels: str = 'auto'
   activations: Rules = ()
   integer: str = 'auto'
   weights: Rules = ()
@@ -76,9 +76,9 @@ class Numerics:
   backward: Backward = dataclasses.field(default_factory=Backward)
 
   def __post_init__(self) -> None:
-    if self.implementation not in ('auto', *dispatch.KERNELS):
+    if self.kernels not in ('auto', *dispatch.KERNELS):
       raise UserError(
-        f'kernels = {self.implementation!r} is not available; there are auto, {", ".join(dispatch.KERNELS)}'
+        f'kernels = {self.kernels!r} is not available; there are auto, {", ".join(dispatch.KERNELS)}'
       )
     if self.integer not in integers.INTEGER:
       raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, integers.INTEGER)}')
@@ -103,6 +103,11 @@ class Numerics:
   def draws(self) -> bool:
     """Whether training needs random numbers."""
     return self.backward.draws or self.weight_rounding == 'stochastic'
+
+  @property
+  def has_static_ranges(self) -> bool:
+    """Whether a rule quantizes inputs within a range that comes from calibration."""
+    return any(activations.parse_activations(spelling).is_static for _, spelling in self.activations)
 
   @property
   def plain(self) -> 'Numerics':
@@ -137,12 +142,12 @@ class _Plan:
   is_integer: bool = False
   gradient: str = 'ste'
   backward: Backward = dataclasses.field(default_factory=Backward)
-  implementation: str = 'auto'
+  kernels: str = 'auto'
   path: str | None = None
 
   @property
   def where(self) -> Where:
-    return Where(self.implementation, self.path)
+    return Where(self.kernels, self.path)
 
   def note(self, product: str, found: dispatch.Choice | str) -> None:
     kernels.note(self.path, product, found)
@@ -230,12 +235,12 @@ def _why_not(w: Projected) -> str:
 
 
 def _resting_product(x: jax.Array, w: QTensor, plan: _Plan, transposed: bool) -> jax.Array:
-  """x · w, or x · wᵀ, by the implementation of the plan."""
+  """x · w, or x · wᵀ, by the kernels of the plan."""
   policy = plan.policy
-  plan.note('dx' if transposed else 'forward', kernels.explain(w, x.dtype, plan.implementation))
-  y = kernels.multiply(x, w, plan.implementation, plan.path, transposed)
-  if y is not None:
-    return y.astype(policy.accum)
+  found = kernels.explain(w, x.dtype, plan.kernels)
+  plan.note('dx' if transposed else 'forward', found)
+  if not isinstance(found, str):
+    return kernels.multiply(x, w, found, plan.path, transposed).astype(policy.accum)
   axis = 1 if transposed else 0
   return contract(x, _operand(w, policy.compute), ((x.ndim - 1,), (axis,)), policy.accum)
 
@@ -384,7 +389,7 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
       'a transposed product with a quantized weight is not implemented; keep it plain'
     )
   _check(x, w, transposed)
-  return _matmul(x, w, None, None, _Plan(policy, transposed, implementation='xla'))
+  return _matmul(x, w, None, None, _Plan(policy, transposed, kernels='xla'))
 
 
 def explain(x_shape: tuple[int, ...], w: Projected, numerics: Numerics, path: str | None) -> str:
@@ -513,19 +518,19 @@ def _adds(w: QTensor, scheme: ActivationScheme, plan: _Plan) -> bool:
   """Whether a kernel multiplies by w, and may add an adapter before it writes the result."""
   if not scheme.is_none or plan.policy.accum != jnp.float32:
     return False
-  return kernels.choose(w, plan.policy.compute, plan.implementation) is not None
+  return not isinstance(kernels.explain(w, plan.policy.compute, plan.kernels), str)
 
 
 def _with_adapter(
   x: jax.Array, w: QTensor, low: jax.Array, b: jax.Array, a: jax.Array | None, scale: float, plan: _Plan
 ) -> jax.Array:
   compute = plan.policy.compute
+  choice = kernels.explain(w, compute, plan.kernels)
+  assert not isinstance(choice, str), 'the caller has asked'
   for product in ('forward', 'adapter'):
-    plan.note(product, kernels.explain(w, compute, plan.implementation))
+    plan.note(product, choice)
   adapter = LowRank(low, b.astype(compute), scale, None if a is None else a.astype(compute))
-  y = kernels.multiply(x.astype(compute), w, plan.implementation, plan.path, adapter=adapter)
-  assert y is not None
-  return y
+  return kernels.multiply(x.astype(compute), w, choice, plan.path, adapter=adapter)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -583,7 +588,7 @@ def _add_each(
     )
   added = kernels.add_adapters(
     y.astype(jnp.float32), x.astype(compute), adapter.a.astype(compute), adapter.b.astype(compute),
-    adapter.scale, of_row, numerics.implementation, path,
+    adapter.scale, of_row, numerics.kernels, path,
   )  # fmt: skip
   return added.astype(y.dtype)
 
@@ -611,7 +616,7 @@ def dot(
   Args:
     x: [..., K].
     w: [K, N], plain, quantized or decomposed.
-    numerics: dtypes, implementation, and which projections have their inputs quantized. The adapter sees x
+    numerics: dtypes, kernels, and which projections have their inputs quantized. The adapter sees x
       as it is.
     adapter: A, B and their scale; or several, with one for each index of the first axis of x, for which
       there is no gradient.
@@ -647,7 +652,7 @@ def dot(
   if isinstance(w, Trained):
     backward = numerics.backward
     integers.check_backward(backward, scheme, path, w.scheme, w.shape)
-  plan = _Plan(policy, backward=backward, implementation=numerics.implementation, path=path)
+  plan = _Plan(policy, backward=backward, kernels=numerics.kernels, path=path)
   if isinstance(w, QTensor) and isinstance(adapter, Adapter) and _adds(w, scheme, plan):
     low = _lowered(x, adapter, dropout_key, policy) if low is None else low
     a = None if dropout_key is not None and adapter.dropout > 0 else adapter.a

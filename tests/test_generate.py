@@ -48,7 +48,7 @@ def loras():
 
 @pytest.mark.parametrize('kernels', ['xla', 'pallas_interpret'])
 def test_prompts_of_several_adapters_share_a_batch_and_answer_as_alone(params, loras, kernels):
-  numerics = dataclasses.replace(NUMERICS, implementation=kernels)
+  numerics = dataclasses.replace(NUMERICS, kernels=kernels)
   steps = 4 if kernels == 'xla' else 1
   model, grouped = Transformer(small.CONFIG, numerics), adapters.group(loras)
   together = generate.greedy(
@@ -66,7 +66,7 @@ def test_prompts_of_several_adapters_share_a_batch_and_answer_as_alone(params, l
 
 
 def test_several_devices_share_a_batch_of_several_adapters(params, loras):
-  model = Transformer(small.CONFIG, dataclasses.replace(NUMERICS, implementation='pallas_interpret'))
+  model = Transformer(small.CONFIG, dataclasses.replace(NUMERICS, kernels='pallas_interpret'))
   variables = {'params': params, 'lora': adapters.group(loras)}
   told = {'batch_size': 4, 'adapter_of': OF[:4]}
   wanted = generate.greedy(model, variables, PROMPTS[:4], 2, NO_END, **told)

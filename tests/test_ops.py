@@ -456,7 +456,7 @@ def test_a_transposed_product_wants_a_plain_weight_of_fitting_inputs():
 def test_an_implementation_is_one_of_those_that_exist():
   policy = precision.policy()
   for name in ('auto', *dispatch.KERNELS):
-    assert ops.Numerics(policy, name).implementation == name
+    assert ops.Numerics(policy, name).kernels == name
   with pytest.raises(UserError, match="kernels = 'pallas_moon'.*auto, xla"):
     ops.Numerics(policy, 'pallas_moon')
 

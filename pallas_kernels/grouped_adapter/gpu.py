@@ -15,16 +15,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.grouped_adapter import reference, tiling
 from pallas_kernels.grouped_adapter.tiling import GpuTiling, Sizes
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-  precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-  return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _load(ref: Any, index: Any, mask: Any) -> jax.Array:
-  """ref[index], zero where it is masked."""
-  return plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
+from pallas_kernels.tile import dot, load, mask_of
 
 
 def _rows(tiles: GpuTiling, rows: int) -> tuple[Any, Any]:
@@ -52,13 +43,13 @@ def _lower_kernel(
   def add(step: Any, total: jax.Array) -> jax.Array:
     k = (split * steps + step) * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
     is_input = k < sizes.inputs
-    x = _load(x_ref, (row[:, None], k[None, :]), own[:, None] & is_input[None, :])
-    a = _load(a_ref, (group, place[None, :], k[:, None]), is_place[None, :] & is_input[:, None])
-    return total + _dot(x, a)
+    x = load(x_ref, (row[:, None], k[None, :]), mask_of(own, is_input))
+    a = load(a_ref, (group, place[None, :], k[:, None]), is_place[None, :] & is_input[:, None])
+    return total + dot(x, a)
 
   zero = jnp.zeros((tiles.rows, tiles.rank), jnp.float32)
   total = jax.lax.fori_loop(0, steps * is_met.astype(jnp.int32), add, zero)
-  plt.store(low_ref.at[split, row[:, None], place[None, :]], total, mask=own[:, None] & is_place[None, :])
+  plt.store(low_ref.at[split, row[:, None], place[None, :]], total, mask=mask_of(own, is_place))
 
 
 def _raise_kernel(
@@ -72,20 +63,20 @@ def _raise_kernel(
   place = jnp.arange(tiles.rank, dtype=jnp.int32)
   is_output, is_place = n < sizes.outputs, place < sizes.rank
   # A row of no adapter was written by none.
-  is_low = (exists & (owner >= 0))[:, None] & is_place[None, :]
+  is_low = mask_of(exists & (owner >= 0), is_place)
   low = jnp.zeros((tiles.rows, tiles.rank), jnp.float32)
   for split in range(tiles.splits):
-    low += _load(low_ref, (split, row[:, None], place[None, :]), is_low)
+    low += load(low_ref, (split, row[:, None], place[None, :]), is_low)
   low = low.astype(b_ref.dtype)
 
   def add(slot: Any, total: jax.Array) -> jax.Array:
     group = table_ref[tile, slot]
-    b = _load(b_ref, (group, place[:, None], n[None, :]), is_place[:, None] & is_output[None, :])
+    b = load(b_ref, (group, place[:, None], n[None, :]), mask_of(is_place, is_output))
     mine = jnp.where(owner[:, None] == group, low, jnp.zeros_like(low))
-    return total + scale_ref[group] * _dot(mine, b)
+    return total + scale_ref[group] * dot(mine, b)
 
-  where, mask = (row[:, None], n[None, :]), exists[:, None] & is_output[None, :]
-  total = jax.lax.fori_loop(0, counts_ref[tile], add, _load(y_ref, where, mask))
+  where, mask = (row[:, None], n[None, :]), mask_of(exists, is_output)
+  total = jax.lax.fori_loop(0, counts_ref[tile], add, load(y_ref, where, mask))
   plt.store(out_ref.at[where], total, mask=mask)
 
 
@@ -107,15 +98,10 @@ def add(
   interpret: bool = False,
   tiles: GpuTiling | None = None,
 ) -> jax.Array:
-  """y [M, N] with each row's adapter added, float32, as `reference.add` defines it.
+  """As `reference.add`, for x in bfloat16, float16 or float32.
 
   Args:
-    y: float32 [M, N].
-    x: bfloat16, float16 or float32 [M, K].
-    a: Aᵀ [G, r, K] in the dtype of x.
-    b: B [G, r, N] in the dtype of x.
-    scale: float32 [G].
-    of_row: int32 [M] in -1…G-1.
+    y, x, a, b, scale, of_row: those of `reference.add`.
     interpret: run on a CPU.
     tiles: how it is cut; None is `tiling.choose_gpu`.
 

@@ -10,6 +10,8 @@ tokens of a prompt do (Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving"; Sh
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tile import dot
+
 
 def sizes(
   y: tuple[int, ...], x: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], of_row: tuple[int, ...]
@@ -51,16 +53,8 @@ def add(
     ValueError: shapes that don't belong together.
   """
   _, inputs, outputs, groups, rank = sizes(y.shape, x.shape, a.shape, b.shape, of_row.shape)
-  precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-  low = jax.lax.dot_general(
-    x, a.reshape(groups * rank, inputs), (((1,), (1,)), ((), ())),
-    precision=precision, preferred_element_type=jnp.float32,
-  )  # fmt: skip
+  low = dot(x, a.reshape(groups * rank, inputs), (1, 1))
   place = jnp.arange(groups * rank, dtype=jnp.int32) // rank
   low = jnp.where(of_row[:, None] == place, low, 0).astype(x.dtype)
-  product = jax.lax.dot_general(
-    low, b.reshape(groups * rank, outputs), (((1,), (0,)), ((), ())),
-    precision=precision, preferred_element_type=jnp.float32,
-  )  # fmt: skip
   own = jnp.where(of_row < 0, 0, jnp.take(scale, of_row, mode='clip'))
-  return y + own[:, None] * product
+  return y + own[:, None] * dot(low, b.reshape(groups * rank, outputs))

@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
+from pallas_kernels.hardware import LANES, PROGRAMS, VMEM_BYTES, power_of_two, sublanes
 from pallas_kernels.tuned import Product
 
-# A register of a TPU has 128 lanes; of bfloat16 it holds 16 sublanes.
-LANES, SUBLANES = 128, 16
-# The least rank of a TPU's tile; lower ones are filled up with zeros.
-FEWEST_RANK = 8
+# Rows of bfloat16 that a register of a TPU holds.
+SUBLANES = sublanes(2)
 # Rows of a tile, at most: more adapters meet in a taller one, and each multiplies the whole of it.
 ROWS = 128
-# Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
-VMEM_BYTES = 40 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +104,6 @@ class GpuTiling:
 
 # The highest rank of a GPU's tile: with 64 rows and 128 columns, as much as shared memory holds twice.
 GPU_RANK = 128
-# Programs that keep every core of a large GPU busy.
-PROGRAMS = 256
 
 
 def choose_gpu(rows: int, sizes: Sizes, itemsize: int) -> GpuTiling:
@@ -129,13 +124,10 @@ def candidates_gpu(rows: int, sizes: Sizes, itemsize: int) -> tuple[GpuTiling, .
 
 def _heuristic(rows: int, sizes: Sizes, itemsize: int) -> GpuTiling:
   """Tiles of up to 64 rows, 32 of float32; few rows are shared out among more programs."""
-
-  def power(size: int, least: int, most: int) -> int:
-    return max(least, min(most, 1 << (size - 1).bit_length()))
-
-  tall, rank = power(rows, 16, 64 if itemsize < 4 else 32), power(sizes.rank, 16, GPU_RANK)
+  tall = power_of_two(rows, 16, 64 if itemsize < 4 else 32)
+  rank = power_of_two(sizes.rank, 16, GPU_RANK)
   short = 64 if rank > 64 or itemsize == 4 else 128
-  deep, wide = power(sizes.inputs, 16, short), power(sizes.outputs, 16, short)
+  deep, wide = power_of_two(sizes.inputs, 16, short), power_of_two(sizes.outputs, 16, short)
   programs = -(-rows // tall) * min(sizes.groups, tall)
   splits = max(1, min(PROGRAMS // programs, -(-sizes.inputs // deep) // 4, 8))
   return GpuTiling(tall, rank, deep, wide, splits)

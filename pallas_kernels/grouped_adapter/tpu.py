@@ -13,14 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import hardware
 from pallas_kernels.grouped_adapter import reference, tiling
 from pallas_kernels.grouped_adapter.tiling import Sizes, Tiling
-
-
-def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
-  precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-  dims = (((1,), (axis,)), ((), ()))
-  return jax.lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.float32)
+from pallas_kernels.tile import dot
 
 
 def _kernel(
@@ -36,9 +32,9 @@ def _kernel(
   @pl.when(slot < counts_ref[tile])
   def _() -> None:
     group = groups_ref[tile * slots + slot]
-    low = _dot(x_ref[...], a_ref[...], 1)
+    low = dot(x_ref[...], a_ref[...], (1, 1))
     low = jnp.where(of_row_ref[...] == group, low, 0).astype(x_ref.dtype)
-    out_ref[...] += scale_ref[group] * _dot(low, b_ref[...], 0)
+    out_ref[...] += scale_ref[group] * dot(low, b_ref[...])
 
 
 def obstacle(sizes: Sizes) -> str | None:
@@ -61,15 +57,10 @@ def add(
   interpret: Any = False,
   tiles: Tiling | None = None,
 ) -> jax.Array:
-  """y [M, N] with each row's adapter added, float32, as `reference.add` defines it.
+  """As `reference.add`, for x in bfloat16 or float32.
 
   Args:
-    y: float32 [M, N].
-    x: bfloat16 or float32 [M, K].
-    a: Aᵀ [G, r, K] in the dtype of x.
-    b: B [G, r, N] in the dtype of x.
-    scale: float32 [G].
-    of_row: int32 [M] in -1…G-1.
+    y, x, a, b, scale, of_row: those of `reference.add`.
     interpret: run on a CPU, True or `pltpu.InterpretParams`.
     tiles: how it is cut; None is `tiling.choose`.
 
@@ -79,8 +70,7 @@ def add(
   """
   given, inputs, outputs, groups, rank = reference.sizes(y.shape, x.shape, a.shape, b.shape, of_row.shape)
   tiles = tiles or tiling.choose(given, Sizes(groups, rank, inputs, outputs), x.dtype.itemsize)
-  # Mosaic can't lay out one row of bfloat16 as the operand of a product.
-  more_rank = (0, max(0, tiling.FEWEST_RANK - rank))
+  more_rank = (0, max(0, hardware.FEWEST_RANK - rank))
   a, b = (jnp.pad(each, ((0, 0), more_rank, (0, 0))) for each in (a, b))
   rank += more_rank[1]
   itemsize = x.dtype.itemsize
@@ -114,7 +104,7 @@ def add(
     ),
     out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=tiling.VMEM_BYTES + 2**23
+      dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=hardware.VMEM_LIMIT
     ),
     # As if each tile met one adapter; how many it meets is known when it runs.
     cost_estimate=pl.CostEstimate(

@@ -17,25 +17,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.int8_matmul import reference, tiling
 from pallas_kernels.int8_matmul.reference import FORMS
 from pallas_kernels.int8_matmul.tiling import GpuTiling
-
-
-def _within(start: Any, length: int, size: int, tile: int) -> Any:
-  """Which of `length` places from `start` lie before the end of an axis; None where all do."""
-  return None if size % tile == 0 else start + jnp.arange(length, dtype=jnp.int32) < size
-
-
-def _mask(down: Any, across: Any, shape: tuple[int, int]) -> Any:
-  """Both conditions, over a tile; None for no condition."""
-  parts = [jnp.broadcast_to(mask, shape) for mask in (
-    None if down is None else down[:, None], None if across is None else across[None, :]
-  ) if mask is not None]  # fmt: skip
-  return functools.reduce(jnp.logical_and, parts) if parts else None
-
-
-def _load(ref: Any, index: tuple[Any, Any], mask: Any) -> jax.Array:
-  if mask is None:
-    return plt.load(ref.at[index])
-  return plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
+from pallas_kernels.tile import covered, dot, load, mask_of
 
 
 def _kernel(
@@ -46,8 +28,8 @@ def _kernel(
   rows, columns, depth = size
   first, second = FORMS[form]
   down, across = tiles.place(pl.program_id(0), rows, columns)
-  is_row = _within(down * tiles.rows, tiles.rows, rows, tiles.rows)
-  is_column = _within(across * tiles.columns, tiles.columns, columns, tiles.columns)
+  _, is_row = covered(down, tiles.rows, rows)
+  _, is_column = covered(across, tiles.columns, columns)
   share = tiles.steps(depth) * tiles.depth
   step = tiles.depth
   start = pl.program_id(1) * share
@@ -59,15 +41,14 @@ def _kernel(
     if tiles.splits * share != depth:
       is_term = start + index * step + jnp.arange(step, dtype=jnp.int32) < depth
     if first == 1:
-      a = _load(a_ref, (slice(None), terms), _mask(is_row, is_term, (tiles.rows, step)))
+      a = load(a_ref, (slice(None), terms), mask_of(is_row, is_term))
     else:
-      a = _load(a_ref, (terms, slice(None)), _mask(is_term, is_row, (step, tiles.rows)))
+      a = load(a_ref, (terms, slice(None)), mask_of(is_term, is_row))
     if second == 0:
-      b = _load(b_ref, (terms, slice(None)), _mask(is_term, is_column, (step, tiles.columns)))
+      b = load(b_ref, (terms, slice(None)), mask_of(is_term, is_column))
     else:
-      b = _load(b_ref, (slice(None), terms), _mask(is_column, is_term, (tiles.columns, step)))
-    contraction = (((first,), (second,)), ((), ()))
-    return sums + jax.lax.dot_general(a, b, contraction, preferred_element_type=jnp.int32)
+      b = load(b_ref, (slice(None), terms), mask_of(is_column, is_term))
+    return sums + dot(a, b, (first, second))
 
   sums = jax.lax.fori_loop(
     0, tiles.steps(depth), add, jnp.zeros((tiles.rows, tiles.columns), jnp.int32)
@@ -76,13 +57,11 @@ def _kernel(
   row = column = None
   if has_row:
     ref = scales.pop(0)
-    is_short = ref.shape[0] > 1 and is_row is not None
-    row = _load(ref, (slice(None), slice(None)), is_row[:, None] if is_short else None)
+    row = load(ref, (slice(None), slice(None)), mask_of(is_row if ref.shape[0] > 1 else None, None))
   if has_column:
     ref = scales.pop(0)
-    is_short = ref.shape[1] > 1 and is_column is not None
-    column = _load(ref, (slice(None), slice(None)), is_column[None, :] if is_short else None)
-  mask = _mask(is_row, is_column, (tiles.rows, tiles.columns))
+    column = load(ref, (slice(None), slice(None)), mask_of(None, is_column if ref.shape[1] > 1 else None))
+  mask = mask_of(is_row, is_column)
   plt.store(y_ref.at[:, :], reference.scaled(sums, row, column, y_ref.dtype), mask=mask)
 
 

@@ -14,6 +14,8 @@ A scale lies along an axis of the result, never along the axis of the sum.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tile import dot
+
 # The axis of a and the axis of b that are summed.
 FORMS = {'nn': (1, 0), 'nt': (1, 1), 'tn': (0, 0)}
 # Products of two codes in -127…127 that an int32 holds the sum of, however they fall.
@@ -73,8 +75,4 @@ def matmul(
     ValueError: shapes that don't contract, an unknown form, or sums that may exceed an int32.
   """
   sizes(a.shape, b.shape, form)
-  first, second = FORMS[form]
-  sums = jax.lax.dot_general(
-    a, b, (((first,), (second,)), ((), ())), preferred_element_type=jnp.int32
-  )
-  return scaled(sums, row_scale, column_scale, dtype)
+  return scaled(dot(a, b, FORMS[form]), row_scale, column_scale, dtype)

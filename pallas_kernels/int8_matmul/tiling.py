@@ -6,15 +6,9 @@ import itertools
 from typing import Any
 
 from pallas_kernels import grid_order, tuned
+from pallas_kernels.hardware import LANES, PROGRAMS, STEP_BYTES, VMEM_BYTES, power_of_two, sublanes
 from pallas_kernels.tuned import Product
 
-# A register of a TPU holds 32 sublanes of 128 lanes of int8.
-SUBLANES, LANES = 32, 128
-# Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
-VMEM_BYTES = 40 * 2**20
-# What a step of the grid costs beside its work, in bytes that could be moved meanwhile: about a third of a
-# microsecond.
-STEP_BYTES = 2**18
 # Rows, columns and terms that one product of registers is made of; larger tiles are walked through in a loop.
 STEP_ROWS, STEP_DEPTH = 256, 4096
 
@@ -61,7 +55,7 @@ class Tiling:
 def filled(rows: int, depth: int) -> tuple[int, int]:
   """Rows and terms of a sum once filled up with zeros: few rows, and long sums that can't be cut evenly."""
   is_even = depth <= STEP_DEPTH or depth % LANES == 0
-  return max(rows, SUBLANES), depth if is_even else -(-depth // 1024) * 1024
+  return max(rows, sublanes(1)), depth if is_even else -(-depth // 1024) * 1024
 
 
 def _cuts(size: int, most: int) -> list[int]:
@@ -113,10 +107,6 @@ def choose(form: str, rows: int, columns: int, depth: int, itemsize: int) -> Til
     )
 
   return tuned.choose(candidates(*size, itemsize), product(form, *size, itemsize), fitted)
-
-
-# Programs that keep every core of a large GPU busy.
-PROGRAMS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,13 +165,9 @@ def _heuristic(rows: int, columns: int, depth: int) -> GpuTiling:
 
   Programs take them in the order in which they read the fewest bytes.
   """
-
-  def power(size: int, least: int, most: int) -> int:
-    return max(least, min(most, 1 << (size - 1).bit_length()))
-
-  tall = power(rows, 16, 128)
-  wide = power(columns, 16, 128 if tall > 32 else 64)
-  deep = power(depth, 32, 64 if tall > 32 else 128)
+  tall = power_of_two(rows, 16, 128)
+  wide = power_of_two(columns, 16, 128 if tall > 32 else 64)
+  deep = power_of_two(depth, 32, 64 if tall > 32 else 128)
   down, across = -(-rows // tall), -(-columns // wide)
   steps = -(-depth // deep)
   splits = max(1, min(PROGRAMS // (down * across), steps // 4))

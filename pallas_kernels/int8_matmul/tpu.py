@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import hardware
 from pallas_kernels.int8_matmul import reference, tiling
 from pallas_kernels.int8_matmul.reference import FORMS
 from pallas_kernels.int8_matmul.tiling import Tiling
+from pallas_kernels.tile import dot
 
 
 def _kernel(*refs: Any, form: str, tiles: Tiling, depth: int, has_row: bool, has_column: bool) -> None:
@@ -22,7 +24,7 @@ def _kernel(*refs: Any, form: str, tiles: Tiling, depth: int, has_row: bool, has
   row_ref = rest.pop(0) if has_row else None
   column_ref = rest.pop(0) if has_column else None
   y_ref, *sums_ref = rest
-  first, second = FORMS[form]
+  first, _ = FORMS[form]
   step = tiling.STEP_ROWS if tiles.rows % tiling.STEP_ROWS == 0 else tiles.rows
   k, last = pl.program_id(2), pl.num_programs(2) - 1
 
@@ -30,9 +32,7 @@ def _kernel(*refs: Any, form: str, tiles: Tiling, depth: int, has_row: bool, has
     """One strip of rows of the tile, so that the program does not grow with it."""
     strip = pl.ds(pl.multiple_of(index * step, step), step) if step < tiles.rows else slice(None)
     a = a_ref[strip, :] if first == 1 else a_ref[:, strip]
-    sums = jax.lax.dot_general(
-      a, b_ref[...], (((first,), (second,)), ((), ())), preferred_element_type=jnp.int32
-    )
+    sums = dot(a, b_ref[...], FORMS[form])
 
     def write(sums: jax.Array) -> None:
       row = None
@@ -149,8 +149,7 @@ def matmul(
     out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
     scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.int32)] if tiles.depth < depth else [],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=('parallel', 'parallel', 'arbitrary'),
-      vmem_limit_bytes=tiling.VMEM_BYTES + 2**23,
+      dimension_semantics=('parallel', 'parallel', 'arbitrary'), vmem_limit_bytes=hardware.VMEM_LIMIT
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * rows * columns * depth,

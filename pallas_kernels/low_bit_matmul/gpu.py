@@ -22,6 +22,7 @@ from pallas_kernels.low_bit_matmul import tiling
 from pallas_kernels.low_bit_matmul.layout import DoubleQuantized, Layout, Scales
 from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.low_bit_matmul.tiling import GpuTiling
+from pallas_kernels.tile import covered, dot, load, mask_of
 
 
 class _Weight:
@@ -68,14 +69,14 @@ class _Weight:
     """The planes of a tile, each [rows, columns] in `dtype`; what lies beyond the weight is finite."""
     layout, tail = self.layout, self.layout.tail
     m = self.of_block(block, layout.rows_of_block, tail.rows_of_block if tail else 0)
-    start = block * layout.bytes_of_block
+    start = block * layout.byte_rows_of_block
     fits = None if self.outputs % self.tiles.columns == 0 else n < self.outputs
-    mask = _both(_column(None if tail is None and self.tiles.is_exact(layout) else row < m), _row(fits))
+    mask = mask_of(None if tail is None and self.tiles.is_exact(layout) else row < m, fits)
     low = self._bytes(start + row, n, mask)
     scale, offset = self._per_block(self._scale, block, n, fits), None
     if self._groups is not None:
       step, scale_offset = self._groups
-      step = _load(step, (block, jax.lax.div(n, jnp.full_like(n, layouts.GROUP))), fits)[None, :]
+      step = load(step, (block, jax.lax.div(n, jnp.full_like(n, layouts.GROUP))), fits)[None, :]
       scale = scale.astype(jnp.float32) * step + scale_offset[0, 0]
     if self._offset is not None:
       offset = self._per_block(self._offset, block, n, fits)
@@ -93,46 +94,18 @@ class _Weight:
     return planes
 
   def _bytes(self, row: Any, n: Any, mask: Any) -> jax.Array:
-    return _load(self._codes, (row[:, None], n[None, :]), mask).astype(jnp.int32)
+    return load(self._codes, (row[:, None], n[None, :]), mask).astype(jnp.int32)
 
   def _per_block(self, ref: Any, block: Any, n: Any, fits: Any) -> jax.Array:
     """The row of scales or offsets of a block, [1, columns]; one for all outputs is not repeated."""
     if ref.shape[1] == 1:
       return ref[block, 0]
-    return _load(ref, (block, n), fits)[None, :]
+    return load(ref, (block, n), fits)[None, :]
 
   def _level(self, code: jax.Array) -> jax.Array:
     if self._levels is not None:
       return self._levels[code]
     return (code - self.layout.bias).astype(jnp.float32)
-
-
-def _row(mask: Any) -> Any:
-  return None if mask is None else mask[None, :]
-
-
-def _column(mask: Any) -> Any:
-  return None if mask is None else mask[:, None]
-
-
-def _both(a: Any, b: Any) -> Any:
-  return a if b is None else b if a is None else a & b
-
-
-def _load(ref: Any, index: Any, mask: Any) -> jax.Array:
-  """ref[index], zero where it is masked."""
-  return ref[index] if mask is None else plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-  precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-  return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _token_rows(tile: Any, tokens: int, tiles: GpuTiling) -> tuple[Any, Any]:
-  """Rows of x or g that a tile has, and which of them exist (None: all)."""
-  rows = tile * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
-  return rows, None if tokens % tiles.tokens == 0 else rows < tokens
 
 
 def _share(count: int, splits: int) -> tuple[Any, Any]:
@@ -156,10 +129,9 @@ def _low_rank(
   size = tiling.rank_tile(rank)
 
   def add(step: Any, total: jax.Array) -> jax.Array:
-    r = step * size + jnp.arange(size, dtype=jnp.int32)
-    exists = None if rank % size == 0 else r < rank
-    left = _load(low, (rows[:, None], r[None, :]), _both(_column(is_token), _row(exists)))
-    return total + _dot(left, _load(b, (r[:, None], n[None, :]), _both(_column(exists), _row(fits))))
+    r, exists = covered(step, size, rank)
+    left = load(low, (rows[:, None], r[None, :]), mask_of(is_token, exists))
+    return total + dot(left, load(b, (r[:, None], n[None, :]), mask_of(exists, fits)))
 
   steps: Any = pl.cdiv(rank, size)
   if not isinstance(start, int):
@@ -172,24 +144,22 @@ def _forward_kernel(x_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling, sc
   tokens, outputs = y_ref.shape[1:]
   weight = _Weight(weight_refs, layout, tiles, outputs)
   token_tile, column_tile = tiles.place(pl.program_id(0), tokens, outputs, layout, transposed=False)
-  rows, is_token = _token_rows(token_tile, tokens, tiles)
-  n = column_tile * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+  rows, is_token = covered(token_tile, tiles.tokens, tokens)
+  n, fits = covered(column_tile, tiles.columns, outputs)
 
   def add(tile: Any, total: jax.Array) -> jax.Array:
     block, row = weight.place(tile)
     for plane, w in enumerate(weight.decode(block, row, n, x_ref.dtype)):
       k, exists = weight.inputs(plane, block, row)
-      x = _load(x_ref, (rows[:, None], k[None, :]), _both(_column(is_token), _row(exists)))
-      total += _dot(x, w)
+      total += dot(load(x_ref, (rows[:, None], k[None, :]), mask_of(is_token, exists)), w)
     return total
 
-  fits = None if outputs % tiles.columns == 0 else n < outputs
   start, end = _share(tiles.row_tiles(layout), tiles.splits)
   total = jnp.zeros((tiles.tokens, tiles.columns), jnp.float32)
   if scale is not None:
     total = _low_rank(factors, scale, (rows, n), (is_token, fits), start)
   total = jax.lax.fori_loop(start, end, add, total)
-  _store(y_ref, (rows[:, None], n[None, :]), total, _both(_column(is_token), _row(fits)))
+  _store(y_ref, (rows[:, None], n[None, :]), total, mask_of(is_token, fits))
 
 
 def _backward_kernel(g_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) -> None:
@@ -197,15 +167,14 @@ def _backward_kernel(g_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) -
   tokens, outputs = g_ref.shape
   weight = _Weight(weight_refs, layout, tiles, outputs)
   token_tile, stack = tiles.place(pl.program_id(0), tokens, outputs, layout, transposed=True)
-  rows, is_token = _token_rows(token_tile, tokens, tiles)
+  rows, is_token = covered(token_tile, tiles.tokens, tokens)
   places = [weight.place(stack * tiles.stack + index) for index in range(tiles.stack)]
 
   def add(step: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    n = step * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
-    fits = None if outputs % tiles.columns == 0 else n < outputs
-    g = _load(g_ref, (rows[:, None], n[None, :]), _both(_column(is_token), _row(fits)))
+    n, fits = covered(step, tiles.columns, outputs)
+    g = load(g_ref, (rows[:, None], n[None, :]), mask_of(is_token, fits))
     planes = (w for block, row in places for w in weight.decode(block, row, n, g.dtype))
-    return tuple(total + _dot(g, w.T) for total, w in zip(totals, planes, strict=True))
+    return tuple(total + dot(g, w.T) for total, w in zip(totals, planes, strict=True))
 
   start, end = _share(pl.cdiv(outputs, tiles.columns), tiles.splits)
   zero = jnp.zeros((tiles.tokens, tiles.rows), jnp.float32)
@@ -214,7 +183,7 @@ def _backward_kernel(g_ref: Any, *refs: Any, layout: Layout, tiles: GpuTiling) -
     k, exists = weight.inputs(index % layout.planes, *places[index // layout.planes])
     # Beyond the end where there is no such input, so that no other's result is written twice.
     k = k if exists is None else jnp.where(exists, k, layout.inputs)
-    _store(dx_ref, (rows[:, None], k[None, :]), total, _both(_column(is_token), _row(exists)))
+    _store(dx_ref, (rows[:, None], k[None, :]), total, mask_of(is_token, exists))
 
 
 def _store(ref: Any, index: tuple[Any, Any], value: jax.Array, mask: Any) -> None:

@@ -29,8 +29,9 @@ class Layout:
     block: inputs that share a scale; K or more is one scale an output.
     bits: of a code, 8, 4, 3 or 2.
     levels: what codes stand for, or None for integers, code - bias.
-    bias: 0 for 8 bits, whose codes are signed.
+    bias: 0 for 8 bits, and with offsets.
     double_quantized: whether scales rest as `DoubleQuantized`, else they are float32.
+    has_offsets: whether an offset is added to what a code and its scale stand for.
   """
 
   inputs: int
@@ -39,6 +40,13 @@ class Layout:
   levels: tuple[float, ...] | None = None
   bias: int = 0
   double_quantized: bool = False
+  has_offsets: bool = False
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Of the bytes: int8 for integers of 8 bits without offsets, which are signed, else uint8."""
+    is_signed = self.bits == 8 and self.levels is None and not self.has_offsets
+    return jnp.dtype('int8' if is_signed else 'uint8')
 
   @property
   def low_bits(self) -> int:
@@ -66,7 +74,7 @@ class Layout:
     return -(-self.span // 8) if self.bits == 3 else 0
 
   @property
-  def bytes_of_block(self) -> int:
+  def byte_rows_of_block(self) -> int:
     """Rows of bytes that a whole block takes."""
     return self.rows_of_block + self.high_rows_of_block
 
@@ -83,7 +91,7 @@ class Layout:
   @property
   def byte_rows(self) -> int:
     """Rows of bytes of all whole blocks."""
-    return self.blocks * self.bytes_of_block
+    return self.blocks * self.byte_rows_of_block
 
   def nbytes(self, outputs: int) -> int:
     """Of codes and scales of all whole blocks of [K, N]."""

@@ -39,7 +39,7 @@ def dequantize(codes: jax.Array, scale: Scales, offset: jax.Array | None, layout
   parts, tail = [], layout.tail
   for block in range(layout.blocks + (tail is not None)):
     own = layout if block < layout.blocks or tail is None else tail
-    packed = codes[block * layout.bytes_of_block :][: own.bytes_of_block]
+    packed = codes[block * layout.byte_rows_of_block :][: own.byte_rows_of_block]
     levels = [level_of(codes_of(packed, plane, own), own) for plane in range(own.planes)]
     w = jnp.concatenate(levels)[: own.span] * scale[block]
     parts.append(w if offset is None else w + offset[block])

@@ -8,22 +8,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels import grid_order, tuned
+from pallas_kernels.hardware import LANES, PROGRAMS, STEP_BYTES, power_of_two, sublanes
 from pallas_kernels.low_bit_matmul.layout import Layout
 from pallas_kernels.tuned import Product
 
 # Of the product and of that with the transposed weight.
 NAMES = ('low_bit_matmul', 'low_bit_matmul_transposed')
 
-# A register of a TPU holds 8 sublanes of 128 lanes of float32; bytes of 32 sublanes share it.
-SUBLANES, LANES, BYTE_SUBLANES = 8, 128, 32
-# Rows of bfloat16 that a register holds.
-FEWEST_TOKENS = 16
-# Bytes of a TPU's vector memory that tiles may take, of 64 MiB or more.
-VMEM_BYTES = 47 * 2**20
-# What a step of the grid costs beside its work, in bytes that could be moved meanwhile: about a third of a
-# microsecond.
-STEP_BYTES = 2**18
-# The same for decoding one code: a v5e's compiler packs 1,024 values of a table of 16 into 2.4 cycles.
+# Rows of float32, of bytes and of bfloat16 that a register of a TPU holds.
+SUBLANES, BYTE_SUBLANES, FEWEST_TOKENS = sublanes(4), sublanes(1), sublanes(2)
+# Bytes of a TPU's vector memory that tiles may take here, what decoding takes included, and those that a
+# kernel may then use; of the 64 MiB or more that there are.
+VMEM_BYTES, VMEM_LIMIT = 47 * 2**20, 60 * 2**20
+# As `STEP_BYTES`, of decoding a code: a v5e's compiler packs 1,024 values of a table of 16 into 2.4 cycles.
 DECODE_BYTES = 1.25
 # Rows of x that one product of registers takes; a larger tile is walked through in a loop.
 STEP_TOKENS = 256
@@ -56,7 +53,7 @@ class Tiling:
 
   def byte_rows(self, layout: Layout) -> int:
     """Rows of bytes that hold the rows."""
-    return self.blocks(layout) * layout.bytes_of_block if layout.bits == 3 else self.rows
+    return self.blocks(layout) * layout.byte_rows_of_block if layout.bits == 3 else self.rows
 
   def runs(self, layout: Layout) -> tuple[int, int]:
     """Runs of consecutive inputs that a tile holds, and the length of each.
@@ -240,6 +237,7 @@ def product(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed
   form = f'{layout.bits} bits, blocks of {layout.span}'
   form += ', table' if layout.levels is not None else ''
   form += ', scales in 8 bits' if layout.double_quantized else ''
+  form += ', offsets' if layout.has_offsets else ''
   return Product(NAMES[transposed], form, (tokens, layout.inputs, outputs), itemsize)
 
 
@@ -259,8 +257,6 @@ def choose(
   return tuned.choose(candidates(*args, rank), product(*args), fitted)
 
 
-# Programs that keep every core of a large GPU busy.
-PROGRAMS = 256
 # Programs that are enough for large tiles: most cores of a GPU have work.
 FEWEST_LARGE = 96
 # Tensor cores take at least 16 rows, columns and terms.
@@ -324,12 +320,7 @@ class GpuTiling:
 
 def rank_tile(rank: int) -> int:
   """Terms of the sum over the rank of an adapter that one step of a GPU's program takes."""
-  return min(64, max(LEAST, _power(rank)))
-
-
-def _power(size: int) -> int:
-  """The least power of two that is not smaller."""
-  return 1 << (size - 1).bit_length()
+  return power_of_two(rank, LEAST, 64)
 
 
 def choose_gpu(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> GpuTiling:
@@ -387,9 +378,9 @@ def _heuristic(tokens: int, outputs: int, layout: Layout, itemsize: int, transpo
   m = layout.rows_of_block
   # A power of two that divides a block's rows, so that no tile is partly empty, if one of at least 16 does.
   even = min(most, m & -m)
-  rows = even if even >= LEAST else max(LEAST, min(most, _power(m)))
+  rows = even if even >= LEAST else power_of_two(m, LEAST, most)
   columns = (32 if transposed else wide) if large else size
-  tiles = GpuTiling(wide if large else max(LEAST, min(size, _power(tokens))), rows, columns)
+  tiles = GpuTiling(wide if large else power_of_two(tokens, LEAST, size), rows, columns)
   if large:
     tiles = dataclasses.replace(tiles, warps=8)
   if large and transposed:

@@ -16,17 +16,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import hardware
 from pallas_kernels.low_bit_matmul import layout as layouts
 from pallas_kernels.low_bit_matmul import reference, tiling
 from pallas_kernels.low_bit_matmul.layout import DoubleQuantized, Layout, Scales, read_scales
 from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.low_bit_matmul.tiling import Tiling
-
-
-def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-  precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-  dims = (((axes[0],), (axes[1],)), ((), ()))
-  return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+from pallas_kernels.tile import dot
 
 
 def _levels(code: jax.Array, layout: Layout) -> jax.Array:
@@ -119,7 +115,7 @@ class _Weight:
     blocks = tiles.blocks(layout)
     if layout.blocks > 1:
       step, count, whole = tiling.STEP_BLOCKS, blocks // tiling.STEP_BLOCKS, blocks
-      rows_of, inputs_of = layout.bytes_of_block, layout.span
+      rows_of, inputs_of = layout.byte_rows_of_block, layout.span
     else:
       step = tiles.rows if layout.bits == 3 else tiling.STEP_ROWS
       count, whole, rows_of, inputs_of = tiles.rows // step, tiles.rows, 1, 1
@@ -162,7 +158,7 @@ class _Weight:
     place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + column
     group = jax.lax.div(place, jnp.full_like(place, layouts.GROUP))
     is_own = group == jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    wide = _dot(step, is_own.astype(jnp.float32), (1, 0))
+    wide = dot(step, is_own.astype(jnp.float32))
     self._scale[...] = self._scale_codes[...].astype(jnp.float32) * wide + self._scale_offset[...]
 
 
@@ -218,13 +214,13 @@ class _Adapter:
       return
     terms = []
     for each, ref in zip(x, self._given, strict=True):
-      terms.append(_dot(each, ref[...] if end is None else _ended(ref[...], 1, *end), (1, 1)))
+      terms.append(dot(each, ref[...] if end is None else _ended(ref[...], 1, *end), (1, 1)))
     _add(self.total, (rows, slice(None)), sum(terms[1:], terms[0]), cuts)
 
   def add(self, y_ref: Any, rows: Any) -> None:
     """Adds scale · (x·A) · B to rows that met all inputs; x·A is rounded to the dtype of x first."""
     low = (self._given[0] if self.total is None else self.total)[rows, :]
-    y_ref[rows, :] += self.scale * _dot(low.astype(self._b.dtype), self._b[...], (1, 0))
+    y_ref[rows, :] += self.scale * dot(low.astype(self._b.dtype), self._b[...])
 
 
 def _forward_kernel(
@@ -245,9 +241,9 @@ def _forward_kernel(
   def work(rows: Any) -> None:
     x = [ref[rows, :] for ref in x_refs]
     x[0] = _ended(x[0], 1, first, inputs) if is_ragged else x[0]
-    total = _dot(x[0], weight.decoded[0], (1, 0))
+    total = dot(x[0], weight.decoded[0])
     for run in range(1, runs):
-      total += _dot(x[run], weight.decoded[run], (1, 0))
+      total += dot(x[run], weight.decoded[run])
     _add(y_ref, (rows, slice(None)), total, grid[2])
     if adapter is not None:
       adapter.meet(rows, x, (first, inputs) if is_ragged else None, grid[2])
@@ -270,7 +266,7 @@ def _backward_kernel(
   def work(rows: Any) -> None:
     g = _ended(g_ref[rows, :], 1, column, outputs) if is_ragged else g_ref[rows, :]
     for run in range(tiles.runs(layout)[0]):
-      _add(dx_ref, (run, rows, slice(None)), _dot(g, weight.decoded[run], (1, 1)), grid[2])
+      _add(dx_ref, (run, rows, slice(None)), dot(g, weight.decoded[run], (1, 1)), grid[2])
 
   _walk_rows(tiles.tokens, work)
 
@@ -359,7 +355,7 @@ def _call(
     compiler_params=pltpu.CompilerParams(
       # A tile that is decoded once is met by the steps of one core.
       dimension_semantics=('parallel', 'arbitrary' if tiles.weight_stays else 'parallel', 'arbitrary'),
-      vmem_limit_bytes=tiling.VMEM_BYTES + 13 * 2**20,
+      vmem_limit_bytes=tiling.VMEM_LIMIT,
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * tokens * (layout.blocks * layout.span + rank) * outputs,
@@ -428,8 +424,7 @@ def _factors_of(
   adapter: LowRank, layout: Layout, tiles: Tiling, grid: tuple[int, int, int], lowers: bool
 ) -> tuple[list[jax.Array], list[Any], list[Any]]:
   """What a product reads of an adapter, as `_call` takes it; `lowers` is whether it has x·A by itself."""
-  # A TPU's compiler takes a product with one row for one with a vector, which it lacks in bfloat16.
-  rank = max(adapter.rank, tiling.SUBLANES)
+  rank = max(adapter.rank, hardware.FEWEST_RANK)
   low_copies, b_copies = tiles.factor_copies(grid)
   b, of_b = _filled(adapter.b, rank), ((rank, tiles.columns), lambda i, j, k: (0, j), b_copies)
   if lowers:

@@ -12,18 +12,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.hardware import power_of_two
 from pallas_kernels.low_bit_matmul.layout import Layout
 from pallas_kernels.quantize import reference
+from pallas_kernels.tile import load, mask_of
 
 # Elements of x that a program holds.
 MOST = 2**15
 # Outputs and rows of a plane that a program handles at once.
 COLUMNS, ROWS = 64, 32
-
-
-def _power(size: int) -> int:
-  """The least power of two that is not smaller."""
-  return 1 << (size - 1).bit_length()
 
 
 def _half_to_even(x: jax.Array) -> jax.Array:
@@ -46,19 +43,18 @@ def obstacle(layout: Layout) -> str | None:
 def _weight_kernel(w_ref: Any, *refs: Any, layout: Layout, outputs: int) -> None:
   *divisor_ref, codes_ref, scale_ref = refs
   m = layout.rows_of_block
-  rows = min(ROWS, _power(m))
+  rows = power_of_two(m, most=ROWS)
   steps = -(-m // rows)
   block = pl.program_id(0)
   n = pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
-  fits = (n < outputs)[None, :]
+  fits = n < outputs
 
   def read(step: Any, plane: int) -> tuple[jax.Array, jax.Array]:
     """A tile of one plane in float32, zeros beyond its end, and its rows within the plane."""
     row = step * rows + jnp.arange(rows, dtype=jnp.int32)
     exists = (row < m) & (plane * m + row < layout.span)
     index = (block * layout.span + plane * m + row)[:, None], n[None, :]
-    w = plt.load(w_ref.at[index], mask=exists[:, None] & fits, other=jnp.zeros((), w_ref.dtype))
-    return w.astype(jnp.float32), row
+    return load(w_ref, index, mask_of(exists, fits)).astype(jnp.float32), row
 
   def larger(step: Any, largest: jax.Array) -> jax.Array:
     for plane in range(layout.planes):
@@ -68,7 +64,7 @@ def _weight_kernel(w_ref: Any, *refs: Any, layout: Layout, outputs: int) -> None
   scale = jax.lax.fori_loop(0, steps, larger, jnp.zeros((COLUMNS,), jnp.float32))
   if divisor_ref:
     scale = scale / divisor_ref[0][0]
-  plt.store(scale_ref.at[(block, n)], scale, mask=n < outputs)
+  plt.store(scale_ref.at[(block, n)], scale, mask=fits)
 
   def write(step: Any, _: None) -> None:
     packed = jnp.zeros((rows, COLUMNS), jnp.int32)
@@ -81,7 +77,7 @@ def _weight_kernel(w_ref: Any, *refs: Any, layout: Layout, outputs: int) -> None
         code = jnp.where((plane * m + row < layout.span)[:, None], code, 0)
       packed = packed | (code << (plane * layout.bits))
     index = (block * m + row)[:, None], n[None, :]
-    plt.store(codes_ref.at[index], packed.astype(codes_ref.dtype), mask=(row < m)[:, None] & fits)
+    plt.store(codes_ref.at[index], packed.astype(codes_ref.dtype), mask=mask_of(row < m, fits))
 
   jax.lax.fori_loop(0, steps, write, None)
 
@@ -96,12 +92,11 @@ def weight(w: jax.Array, layout: Layout, interpret: bool = False) -> tuple[jax.A
   reference.check(layout)
   outputs, whole = w.shape[1], layout.blocks * layout.span
   divisor, tail = reference.divisor_of(layout), layout.tail
-  dtype = jnp.int8 if layout.bits == 8 and layout.levels is None else jnp.uint8
   codes, scale = pl.pallas_call(
     functools.partial(_weight_kernel, layout=layout, outputs=outputs),
     grid=(layout.blocks, pl.cdiv(outputs, COLUMNS)),
     out_shape=[
-      jax.ShapeDtypeStruct((layout.rows, outputs), dtype),
+      jax.ShapeDtypeStruct((layout.rows, outputs), layout.dtype),
       jax.ShapeDtypeStruct((layout.blocks, outputs), jnp.float32),
     ],
     compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
@@ -130,9 +125,9 @@ def tokens_obstacle(width: int) -> str | None:
 
 
 def _tokens_kernel(x_ref: Any, codes_ref: Any, scale_ref: Any, *, width: int) -> None:
-  k = jnp.arange(_power(width), dtype=jnp.int32)
+  k = jnp.arange(power_of_two(width), dtype=jnp.int32)
   row, exists = pl.program_id(0), k < width
-  x = plt.load(x_ref.at[(row, k)], mask=exists, other=jnp.zeros((), x_ref.dtype))
+  x = load(x_ref, (row, k), exists)
   codes, scale = reference.tokens(x[None, :], nearest=_half_to_even)
   plt.store(codes_ref.at[(row, k)], codes[0], mask=exists)
   plt.store(scale_ref.at[(row, jnp.arange(1, dtype=jnp.int32))], scale[0])

@@ -43,15 +43,14 @@ def packed(codes: jax.Array, layout: Layout) -> jax.Array:
   blocks, span, outputs = codes.shape
   m = layout.rows_of_block
   if layout.bits == 8:
-    dtype = jnp.int8 if layout.levels is None else jnp.uint8
-    return codes.reshape(blocks * span, outputs).astype(dtype)
+    return codes.reshape(blocks * span, outputs).astype(layout.dtype)
   if span < layout.planes * m:
     fill = jnp.zeros((blocks, layout.planes * m - span, outputs), jnp.int32)
     codes = jnp.concatenate([codes, fill], axis=1)
   packed = codes[:, :m]
   for plane in range(1, layout.planes):
     packed = packed | (codes[:, plane * m : (plane + 1) * m] << (plane * layout.bits))
-  return packed.reshape(blocks * m, outputs).astype(jnp.uint8)
+  return packed.reshape(blocks * m, outputs).astype(layout.dtype)
 
 
 def blocks_of(w: jax.Array, divisor: jax.Array | None, layout: Layout) -> tuple[jax.Array, jax.Array]:
@@ -83,7 +82,8 @@ def check(layout: Layout) -> None:
   """
   if layout.bits not in (8, 4, 2):
     raise NotImplementedError(f'codes of {layout.bits} bits are not packed by a kernel; 8, 4 and 2 are')
-  if layout.levels is None and layout.bias != (0 if layout.bits == 8 else 2 ** (layout.bits - 1)):
+  bias = 0 if layout.bits == 8 else 2 ** (layout.bits - 1)
+  if layout.has_offsets or (layout.levels is None and layout.bias != bias):
     raise NotImplementedError('integers with an offset are not quantized by a kernel; symmetric ones are')
 
 

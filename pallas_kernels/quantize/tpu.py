@@ -11,16 +11,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.hardware import LANES, VMEM_LIMIT, sublanes
 from pallas_kernels.low_bit_matmul.layout import Layout
 from pallas_kernels.quantize import reference
 
-# Sublanes of int8, lanes, and elements of a tile: 2 MiB of float32.
-SUBLANES, LANES, TILE = 32, 128, 2**19
+# Elements of a tile: 2 MiB of float32.
+TILE = 2**19
 
 
 def _tile_rows(rows: int, width: int) -> int:
   """Rows of a tile over whole rows: a multiple of what registers hold, or all."""
-  fit = max(1, TILE // width // SUBLANES) * SUBLANES
+  step = sublanes(1)  # codes are bytes
+  fit = max(1, TILE // width // step) * step
   return rows if rows <= fit else fit
 
 
@@ -69,7 +71,6 @@ def weight(w: jax.Array, layout: Layout, interpret: Any = False) -> tuple[jax.Ar
   outputs = w.shape[1]
   blocks, columns = _weight_tile(outputs, layout)
   divisor, tail, m = reference.divisor_of(layout), layout.tail, layout.rows_of_block
-  dtype = jnp.int8 if layout.bits == 8 and layout.levels is None else jnp.uint8
   whole = layout.blocks * layout.span
   codes, scale = pl.pallas_call(
     functools.partial(_weight_kernel, layout=layout),
@@ -83,11 +84,11 @@ def weight(w: jax.Array, layout: Layout, interpret: Any = False) -> tuple[jax.Ar
       pl.BlockSpec((blocks, columns), lambda i, j: (i, j)),
     ],
     out_shape=[
-      jax.ShapeDtypeStruct((layout.rows, outputs), dtype),
+      jax.ShapeDtypeStruct((layout.rows, outputs), layout.dtype),
       jax.ShapeDtypeStruct((layout.blocks, outputs), jnp.float32),
     ],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=('parallel', 'parallel'), vmem_limit_bytes=48 * 2**20
+      dimension_semantics=('parallel', 'parallel'), vmem_limit_bytes=VMEM_LIMIT
     ),
     cost_estimate=pl.CostEstimate(
       flops=4 * whole * outputs,
@@ -158,7 +159,7 @@ def tokens(
     out_shape=[
       jax.ShapeDtypeStruct((count, width), jnp.int8), jax.ShapeDtypeStruct((count, 1), jnp.float32)
     ],
-    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel',), vmem_limit_bytes=48 * 2**20),
+    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel',), vmem_limit_bytes=VMEM_LIMIT),
     cost_estimate=pl.CostEstimate(
       flops=6 * count * width, bytes_accessed=count * (width * (x.dtype.itemsize + 1) + 4), transcendentals=0
     ),
@@ -193,7 +194,7 @@ def stochastic_round(
     in_specs=[pl.BlockSpec(tile, lambda i: (i, 0)), *noise_specs],
     out_specs=pl.BlockSpec(tile, lambda i: (i, 0)),
     out_shape=jax.ShapeDtypeStruct((count, width), jnp.bfloat16),
-    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel',), vmem_limit_bytes=48 * 2**20),
+    compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel',), vmem_limit_bytes=VMEM_LIMIT),
     cost_estimate=pl.CostEstimate(
       flops=8 * count * width, bytes_accessed=6 * count * width, transcendentals=0
     ),

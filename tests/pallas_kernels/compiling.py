@@ -48,8 +48,8 @@ def products(chip: str, cases: Sequence[tuple[str, str, int, int, int]]) -> dict
       plain = jax.ShapeDtypeStruct((k, n), jnp.float32)
       w = jax.eval_shape(lambda w, scheme=scheme: quantize(w, scheme), plain)
       scale = jax.eval_shape(lambda w: per_column(w.scales, w.scheme, w.shape[-1]), w)
-      choice = kernels.choose(w, dtype, 'pallas')
-      assert choice is not None
+      choice = kernels.explain(w, dtype, 'pallas')
+      assert not isinstance(choice, str), choice
       for name, width in (('matmul', k), ('matmul_transposed', n)):
         x = jax.ShapeDtypeStruct((tokens, width), dtype)
         arrays = _placed((x, w.codes, scale, w.offset), place)

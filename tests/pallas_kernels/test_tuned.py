@@ -21,7 +21,9 @@ from pallas_kernels.int8_matmul import tiling as int8
 from pallas_kernels.low_bit_matmul import tiling
 from pallas_kernels.low_bit_matmul.layout import Layout
 from pallas_kernels.low_bit_matmul.tiling import Tiling
+from qjax import kernels
 from qjax.errors import UserError
+from qjax.quant.formats import parse_scheme
 
 LAYOUT = Layout(512, 64, 4, levels=tuple(range(16)))
 TILES = Tiling(32, 256, 128, True)
@@ -53,6 +55,17 @@ def test_a_row_goes_before_what_the_kernel_chooses(monkeypatch: pytest.MonkeyPat
   use(monkeypatch, dataclasses.replace(row(), tiles={'tokens': 16}))
   with pytest.raises(ValueError, match=r"hold \['tokens'\], not \['columns'"):
     tiling.choose(20, 256, LAYOUT, 2, False)
+
+
+def test_a_row_serves_no_weight_that_reads_other_arrays(monkeypatch: pytest.MonkeyPatch):
+  # Offsets, or scales in 8 bits, are arrays of their own, which tiles hold and move, too.
+  layouts = [kernels.layout_in(parse_scheme(f'int4:block=64{more}'), 1024) for more in ('', ',asym', ',dq')]
+  found = [tuned.key(tiling.product(20, 256, layout, 2, False)) for layout in layouts]
+  assert len(set(found)) == len(layouts)
+  tried = tiling.candidates(20, 256, layouts[0], 2, False)
+  use(monkeypatch, row(tiling.product(20, 256, layouts[0], 2, False), tried[1]))
+  chosen = [tiling.choose(20, 256, layout, 2, False) for layout in layouts[:2]]
+  assert chosen == [tried[1], tried[0]]
 
 
 @pytest.mark.parametrize('form,size', [('nn', (20, 5, 7)), ('nt', (20, 7, 5)), ('tn', (7, 5, 20))])
