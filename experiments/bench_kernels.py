@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import cli, kernel_cases, kernel_times
+from experiments import cli, cpu_times, kernel_cases, kernel_times
 from experiments.kernel_cases import Case
 from qjax import chips, files, records
 from qjax.chips import CompileError
@@ -126,10 +126,10 @@ def _time() -> int:
     print('there is no accelerator here, only a CPU: it is timed instead, with no kernel of ours')
   if is_cpu:
     with jax.default_device(jax.devices('cpu')[0]):
-      found = kernel_times.on_cpu(_REPEATS.value, _QUICK.value)
+      found, table = cpu_times.measure(_REPEATS.value, _QUICK.value), cpu_times.table
   else:
-    found = kernel_times.on_accelerator(_REPEATS.value, _QUICK.value, _KERNELS.value)
-  print(kernel_times.table(found))
+    found, table = kernel_times.measure_all(_REPEATS.value, _QUICK.value, _KERNELS.value), kernel_times.table
+  print(table(found))
   where = Path(_WORKDIR.value) / f'{"cpu" if is_cpu else platform}.json'
   files.write_json(where, records.environment() | found)
   print(f'written to {where}')

@@ -133,14 +133,22 @@ def cases(names: list[str], is_quick: bool) -> list[Case]:
 
 
 def implementation(case: Case) -> dispatch.Implementation:
-  """The row of dispatch's table for a kernel of `LOW_BIT`, `ADAPTED`, of integers, or of several adapters."""
+  """The row of dispatch's table for a kernel that has one."""
   op = dispatch.LOW_BIT if case.kernel in (*LOW_BIT, ADAPTED) else case.kernel
   (row,) = (row for row in dispatch.TABLE if (row.op, row.platform) == (op, case.kind))
   return row
 
 
 def why_not(case: Case, device_kind: str) -> str | None:
-  """Why the kernel of that row can't serve on a kind of device, None if it can."""
+  """Why the kernel can't serve on a kind of device, None if it can."""
+  is_tpu = case.kind == 'tpu'
+  if case.kernel == 'quantize_weight':
+    return (quantize_tpu if is_tpu else quantize_gpu).obstacle(case.layout())
+  if case.kernel in (dispatch.TOKENS, 'stochastic_round'):
+    # That one serves is not to say that training uses it: see its row.
+    is_random = 'stochastic' in (case.format, case.kernel.partition('_')[0])
+    fused = 'XLA fuses the drawing of bits with the rounding and moves as few bytes'
+    return fused if is_random and not is_tpu else None
   if case.kernel == dispatch.INT8:
     return implementation(case).why_not(None, 'int8', device_kind)
   meant = case.sizes() if case.kernel == dispatch.GROUPED_ADAPTER else case.layout()
@@ -149,14 +157,7 @@ def why_not(case: Case, device_kind: str) -> str | None:
 
 def obstacle(case: Case) -> str | None:
   """Why the kernel can't serve and what does instead, before anything is compiled; None if it can."""
-  chip = case.target
-  is_tpu, reason = chip.kind == 'tpu', None
-  if case.kernel in (*LOW_BIT, ADAPTED, dispatch.INT8, dispatch.GROUPED_ADAPTER):
-    reason = why_not(case, f'TPU {chip.name}' if is_tpu else '')
-  elif case.kernel == 'quantize_weight':
-    reason = (quantize_tpu if is_tpu else quantize_gpu).obstacle(case.layout())
-  elif not is_tpu and 'stochastic' in (case.format, case.kernel.partition('_')[0]):
-    reason = 'XLA fuses the drawing of bits with the rounding and moves as few bytes'
+  reason = why_not(case, f'TPU {case.target.name}' if case.kind == 'tpu' else '')
   return reason and f'{reason}; falls back to XLA'
 
 

@@ -1,38 +1,73 @@
-"""Times of kernels and of what they stand beside, in turn, as medians, on the machine that is here."""
+"""Times of kernels on the accelerator that is here, beside XLA and dense products, with their errors.
 
+A model meets each weight once a step, when none of it is in a cache any more, and starts its kernels from
+one program. So a program here is a kernel called with as many copies of its arguments as no cache holds.
+"""
+
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments import kernel_cases
-from experiments.kernel_cases import Case
-from pallas_kernels import dispatch
+from experiments.kernel_cases import ADAPTED, LOW_BIT, RANK, WEIGHTS, Case
+from pallas_kernels import dispatch, target
+from pallas_kernels.grouped_adapter import reference as grouped_reference
 from pallas_kernels.int8_matmul import reference as int8_reference
+from pallas_kernels.low_bit_matmul.reference import LowRank
+from pallas_kernels.quantize import reference as quantize_reference
 from qjax import kernels, ops
-from qjax.ops import Numerics
-from qjax.precision import policy
 from qjax.progress import Bar
-from qjax.quant import formats
-from qjax.quant.formats import NF4_LEVELS
-from qjax.quant.qtensor import dequantize, quantize
+from qjax.quant import activations
+from qjax.quant.qtensor import QTensor, dequantize, quantize
 
-Program = Callable[[], Any]
-# Calls in a row of which one time is taken on an accelerator, so that starting them is hidden.
-TOGETHER = 10
-# Rows of a product whose errors are taken, and rows of decoding on CPU.
-CHECKED, FEW = 64, (1, 2, 4, 8)
-# The largest error over the root mean square of a result: a few times that of a weight rounded to bfloat16,
-# and that of three roundings to float32 of the largest of many sums.
-LIMITS = {**dict.fromkeys(kernel_cases.LOW_BIT, 2.0**-6), 'int8_matmul': 2.0**-19}
-CPU_SHAPES = ((1024, 576, 1536), (1024, 1536, 576), (1024, 1024, 4096))
+Function = Callable[..., Any]
+# Bytes that no cache holds, the most calls of one program, and how many of it are started before one is
+# waited for.
+COLD, MOST_CALLS, TOGETHER = 2**28, 32, 4
+# Rows of a product whose errors are taken.
+CHECKED = 64
+ACCUM = jnp.dtype('float32')
+
+# What is timed: decoding by one row and by some, training and prefill of a 7B model.
+ONE, SOME, MANY, LONG = (1, 4096, 4096), (16, 4096, 11008), (4096, 4096, 4096), (2048, 11008, 4096)
+TWO = ('nf4:block=64', 'int8:axis=channel')
+TIMED: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int, int], ...]], ...] = (
+  (LOW_BIT[0], WEIGHTS, (ONE, MANY)),
+  (LOW_BIT[0], TWO, (SOME, LONG)),
+  (LOW_BIT[1], WEIGHTS, (MANY,)),
+  (LOW_BIT[1], TWO, (LONG,)),
+  (ADAPTED, ('nf4:block=64,dq', 'int8:axis=channel'), (ONE, MANY)),
+  (dispatch.INT8, ('nn',), (ONE, MANY, LONG)),
+  (dispatch.INT8, ('nt', 'tn'), (MANY,)),
+  (dispatch.GROUPED_ADAPTER, ('8:16',), (SOME, MANY)),
+  ('quantize_weight', ('nf4:block=64', 'int8:axis=channel'), (MANY,)),
+  (dispatch.TOKENS, ('nearest',), (MANY,)),
+  ('stochastic_round', ('bfloat16',), (MANY,)),
+)
 
 
-def in_turn(programs: Mapping[str, Program], repeats: int, together: int = 1) -> dict[str, float]:
+class Contest(NamedTuple):
+  """A kernel and what it stands beside, each with its arguments.
+
+  Attributes:
+    programs: functions by name: 'kernel', 'xla', which does the same, and, of products, 'dense', that of
+      weights in bfloat16.
+    error: what is wrong with the kernel's result, as a number.
+    limit: the most that may be.
+  """
+
+  programs: dict[str, tuple[Function, tuple[Any, ...]]]
+  error: Callable[[Any], float]
+  limit: float
+
+
+def in_turn(programs: Mapping[str, Callable[[], Any]], repeats: int, together: int = 1) -> dict[str, float]:
   """Median seconds of a call of each, taken one after the other so that a busy machine slows all alike."""
   seconds: dict[str, list[float]] = {name: [] for name in programs}
   for turn in range(repeats + 1):
@@ -46,14 +81,45 @@ def in_turn(programs: Mapping[str, Program], repeats: int, together: int = 1) ->
   return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def bound(function: Callable[..., Any], *arguments: Any) -> Program:
+def bound(function: Function, *arguments: Any) -> Callable[[], Any]:
   """A compiled call; arguments are passed to it, not built into it."""
   compiled = jax.jit(function).lower(*arguments).compile()
   return lambda: compiled(*arguments)
 
 
-def draw(shape: tuple[int, ...], dtype: str, seed: int = 0) -> jax.Array:
-  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32).astype(dtype)
+def nbytes(tree: Any) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def copied(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+  """As many copies of a call's arguments as no cache holds."""
+  count = min(MOST_CALLS, math.ceil(COLD / nbytes(arguments)))
+  return [jax.tree.map(jnp.copy, arguments) for _ in range(count)]
+
+
+def cold(function: Function, copies: list[tuple[Any, ...]]) -> Callable[[], Any]:
+  """A compiled program that calls a function with each of several arguments."""
+  return bound(lambda copies: [function(*each) for each in copies], copies)
+
+
+def draw(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype)
+
+
+def drawn(case: Case, arguments: list[Any]) -> list[Any]:
+  """Numbers for arguments given by shape and dtype: any codes, floats near 1, and the adapter of each row."""
+  random = np.random.default_rng(0)
+
+  def one(like: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jnp.floating):
+      return jnp.asarray(random.standard_normal(like.shape, np.float32)).astype(like.dtype)
+    if like.dtype == jnp.int32:
+      return jnp.asarray(case.of_row() if like.shape else 0)
+    limits = jnp.iinfo(like.dtype)
+    return jnp.asarray(random.integers(max(limits.min, -127), limits.max + 1, like.shape, like.dtype))
+
+  found: list[Any] = jax.tree.map(one, arguments)
+  return found
 
 
 def ceilings(repeats: int) -> dict[str, float]:
@@ -61,204 +127,219 @@ def ceilings(repeats: int) -> dict[str, float]:
   x, a = jnp.zeros((2**26,), jnp.float32), draw((8192, 8192), 'bfloat16')
   programs = {
     'copy': bound(lambda x: x + 1, x),
-    'product': bound(lambda a: ops.contract(a, a, ((1,), (0,)), jnp.dtype('float32')), a),
+    'product': bound(lambda a: ops.contract(a, a, ((1,), (0,)), ACCUM), a),
   }
   seconds = in_turn(programs, repeats, TOGETHER)
   return {'bytes': 2 * x.nbytes / seconds['copy'], 'flops': 2 * 8192**3 / seconds['product']}
 
 
-def on_accelerator(repeats: int, is_quick: bool, kernels: list[str]) -> dict[str, Any]:
-  """Kernel, XLA with the dequantized weight, and dense bfloat16, with errors, for every weight format."""
-  platform = dispatch.target_platform()
-  top = ceilings(repeats)
-  shapes = kernel_cases.SHAPES[:1] if is_quick else kernel_cases.SHAPES[:4]
-  todo = [
-    (shape, kernel, each) for shape in shapes for kernel in (*kernel_cases.LOW_BIT, 'int8_matmul')
-    if not kernels or kernel in kernels
-    for each in (('nn',) if kernel == 'int8_matmul' else kernel_cases.WEIGHTS)
+def cases(platform: str, is_quick: bool, names: list[str]) -> list[Case]:
+  """What is timed on a 'tpu' or 'gpu'; `is_quick` is the first format and the last shape of each row."""
+  found = [
+    Case(kernel, each, shape, platform)
+    for kernel, formats, shapes in TIMED if not names or kernel in names
+    for shape in (shapes[-1:] if is_quick else shapes) for each in (formats[:1] if is_quick else formats)
   ]  # fmt: skip
+  return list(dict.fromkeys(found))
+
+
+def measure_all(repeats: int, is_quick: bool, names: list[str]) -> dict[str, Any]:
+  """Kernel, XLA with the dequantized weight, and dense bfloat16, with errors, for every kernel."""
+  todo = cases(dispatch.target_platform(), is_quick, names)
+  top = ceilings(repeats)
   rows = []
   with Bar('timing', len(todo)) as bar:
-    for index, (shape, kernel, each) in enumerate(todo):
-      bar.advance(index, f'{kernel} {each}')
-      found = _integer(shape, platform) if kernel == 'int8_matmul' else _low_bit(shape, kernel, each)
-      programs, error, nbytes = found
-      seconds = in_turn(programs, repeats, TOGETHER)
-      operations = 2 * int(np.prod(shape))
-      rows.append(
-        {
-          'kernel': kernel, 'format': each, 'shape': list(shape), 'milliseconds': _ms(seconds),
-          'error': error, 'is_right': error <= LIMITS[kernel],
-          'share_of_bandwidth': nbytes / seconds['kernel'] / top['bytes'],
-          'share_of_bfloat16_flops': operations / seconds['kernel'] / top['flops'],
-        }
-      )  # fmt: skip
+    for index, case in enumerate(todo):
+      bar.advance(index, f'{case.kernel} {case.format}')
+      if kernel_cases.why_not(case, target.device().device_kind) is None:
+        rows.append(measure(case, repeats, top))
     bar.advance(len(todo))
   return {'device': jax.devices()[0].device_kind, 'ceilings': top, 'rows': rows}
 
 
-def _ms(seconds: Mapping[str, float]) -> dict[str, float]:
-  return {name: 1e3 * each for name, each in seconds.items()}
+def measure(case: Case, repeats: int, top: Mapping[str, float], **how: Any) -> dict[str, Any]:
+  """A row: milliseconds of a call of each program, the kernel's error, and its shares of the ceilings.
+
+  Args:
+    case: its chip 'tpu' or 'gpu'.
+    repeats: timed calls of each program, in turn.
+    top: of `ceilings`.
+    how: passed on to the kernel.
+  """
+  contest = _CONTESTS[case.kernel](case, **how)
+  programs, calls = {}, {}
+  for name, (function, arguments) in contest.programs.items():
+    copies = copied(arguments)
+    programs[name], calls[name] = cold(function, copies), len(copies)
+  result = programs['kernel']()[0]
+  error = contest.error(result)
+  seconds = {name: each / calls[name] for name, each in in_turn(programs, repeats, TOGETHER).items()}
+  least = nbytes(contest.programs['kernel'][1]) + nbytes(result)
+  return {
+    'kernel': case.kernel, 'format': case.format, 'shape': list(case.shape),
+    'milliseconds': {name: 1e3 * each for name, each in seconds.items()},
+    'error': error, 'is_right': error <= contest.limit,
+    'share_of_bandwidth': least / seconds['kernel'] / top['bytes'],
+    'share_of_bfloat16_flops': case.operations / seconds['kernel'] / top['flops'],
+  }  # fmt: skip
 
 
 def _worst(found: jax.Array, exact: np.ndarray) -> float:
-  """The largest error over the root mean square of the exact result."""
-  worst = np.max(np.abs(np.asarray(found, np.float64) - exact))
+  """The largest error over the root mean square of the exact result, which may be the first rows alone."""
+  worst = np.max(np.abs(np.asarray(found[: len(exact)], np.float64) - exact))
   return float(worst / np.sqrt(np.mean(exact**2)))
 
 
-def _low_bit(shape: tuple[int, int, int], kernel: str, scheme: str) -> tuple[dict[str, Program], float, int]:
-  """Programs, the kernel's error and the least bytes of one product with a weight in few bits."""
-  m, k, n = shape
-  is_transposed = kernel != kernel_cases.LOW_BIT[0]
-  w = jax.jit(lambda w: quantize(w, scheme))(draw((k, n), 'float32'))
-  x, dense = draw((m, n if is_transposed else k), 'bfloat16', 1), dequantize(w, jnp.dtype('bfloat16'))
-  axes = ((1,), (1 if is_transposed else 0,))
-  layout = Case(kernel, scheme, shape, 'cpu').layout()
-  choice = dispatch.choose(dispatch.LOW_BIT, 'pallas', layout, 'bfloat16')
-  assert choice is not None
-  product = choice.product(kernel.removeprefix('low_bit_'))
-  accum, arrays = jnp.dtype('float32'), kernels.arrays_of(w)[:2]
+def _wide(x: jax.Array) -> np.ndarray:
+  return np.asarray(x, np.float64)
+
+
+# A few times the error of a weight, or of x·A, that is rounded to bfloat16.
+ROUNDED = 2.0**-6
+
+
+def _low_bit(case: Case, **how: Any) -> Contest:
+  """A product with a weight in few bits, or with its transpose, or with an adapter."""
+  m, k, n = case.shape
+  is_transposed, is_adapted = case.kernel == LOW_BIT[1], case.kernel == ADAPTED
+  w = jax.jit(quantize, static_argnums=1)(draw((k, n), 'float32'), case.scheme)
+  dense = dequantize(w, jnp.dtype('bfloat16'))
+  codes, scale, offset = kernels.arrays_of(w)
+  layout, axes = case.layout(), ((1,), (1 if is_transposed else 0,))
+  product = kernel_cases.implementation(case).products['matmul_transposed' if is_transposed else 'matmul']
+  x = draw((m, n if is_transposed else k), case.dtype, 1)
+  factors = (draw((RANK, k), x.dtype, 2), draw((RANK, n), x.dtype, 3)) if is_adapted else ()
+
+  def low(x: jax.Array, a: jax.Array) -> jax.Array:
+    return ops.contract(x, a, ((1,), (1,)), ACCUM).astype(x.dtype)
+
+  def by_kernel(x: jax.Array, codes: jax.Array, scale: Any, *factors: jax.Array) -> jax.Array:
+    if factors:
+      a, b = factors
+      return product(x, codes, scale, offset, layout, adapter=LowRank(low(x, a), b, 2.0, a), **how)
+    return product(x, codes, scale, offset, layout, **how)
+
+  def plain(x: jax.Array, w: jax.Array | QTensor, *factors: jax.Array) -> jax.Array:
+    w = dequantize(w, x.dtype) if isinstance(w, QTensor) else w
+    y = ops.contract(x, w, axes, ACCUM)
+    return y + 2 * ops.contract(low(x, factors[0]), factors[1], ((1,), (0,)), ACCUM) if factors else y
+
+  def error(found: jax.Array) -> float:
+    wide = _wide(dequantize(w))
+    exact = _wide(x[:CHECKED]) @ (wide.T if is_transposed else wide)
+    if factors:
+      a, b = map(_wide, factors)
+      exact = exact + 2 * (_wide(x[:CHECKED]) @ a.T) @ b
+    return _worst(found, exact)
+
   programs = {
-    'kernel': bound(lambda x, codes, scale: product(x, codes, scale, None, layout), x, *arrays),
-    'xla': bound(lambda x, w: ops.contract(x, dequantize(w, x.dtype), axes, accum), x, w),
-    'dense': bound(lambda x, w: ops.contract(x, w, axes, accum), x, dense),
+    'kernel': (by_kernel, (x, codes, scale, *factors)),
+    'xla': (plain, (x, w, *factors)),
+    'dense': (plain, (x, dense.astype(x.dtype), *factors)),
   }
-  wide = np.asarray(dequantize(w), np.float64)
-  exact = np.asarray(x[:CHECKED], np.float64) @ (wide.T if is_transposed else wide)
-  result = programs['kernel']()
-  return programs, _worst(result[:CHECKED], exact), x.nbytes + w.nbytes + result.nbytes
+  return Contest(programs, error, ROUNDED)
 
 
-def _integer(shape: tuple[int, int, int], platform: str) -> tuple[dict[str, Program], float, int]:
-  """The same of a product of integers; XLA's is the reference, and the error is of the sums."""
-  m, k, n = shape
-  matmul = (kernel_cases.int8_tpu if platform == 'tpu' else kernel_cases.int8_gpu).matmul
-  draw = np.random.default_rng(0).integers
-  a, b = (jnp.asarray(draw(-127, 128, size, np.int8)) for size in ((m, k), (k, n)))
-  row, column = jnp.full((m, 1), 1e-2), jnp.full((1, n), 1e-2)
-  programs = {
-    'kernel': bound(matmul, a, b, row, column),
-    'xla': bound(int8_reference.matmul, a, b, row, column),
-    'dense': bound(
-      lambda a, b: ops.contract(a, b, ((1,), (0,)), jnp.dtype('float32')),
-      a.astype(jnp.bfloat16), b.astype(jnp.bfloat16),
-    ),
-  }  # fmt: skip
-  exact = np.asarray(a[:CHECKED], np.float64) @ np.asarray(b, np.float64) * 1e-4
-  result = programs['kernel']()
-  return programs, _worst(result[:CHECKED], exact), a.nbytes + b.nbytes + result.nbytes
+def _given(case: Case, **how: Any) -> tuple[Function, tuple[Any, ...]]:
+  """The call of a kernel, and numbers for its arguments."""
+  call, arguments = kernel_cases.program(case, **how)
+  return call, tuple(drawn(case, arguments))
 
 
-def on_cpu(repeats: int, is_quick: bool) -> dict[str, Any]:
-  """Products with nf4 beside dense ones, decoding in int8 beside float32, and the ways to decode nf4."""
-  shapes = CPU_SHAPES[:1] if is_quick else CPU_SHAPES
-  few = FEW[::3] if is_quick else FEW
-  rows = []
-  with Bar('timing', len(shapes) * (2 + len(few))) as bar:
-    for m, k, n in shapes:
-      w = draw((k, n), 'float32')
-      rows.append({'what': 'nf4 product', 'shape': [m, k, n], 'milliseconds': _ms(_products(m, w, repeats))})
-      bar.advance(len(rows))
-      for count in few:
-        seconds = in_turn(_decoding(count, w), repeats)
-        rows.append({'what': 'few rows', 'shape': [count, k, n], 'milliseconds': _ms(seconds)})
-        bar.advance(len(rows))
-      programs, errors = _ways(w)
-      seconds = in_turn(programs, repeats)
-      rows.append(
-        {'what': 'nf4 decoding', 'shape': [k, n], 'milliseconds': _ms(seconds), 'errors': errors}
-      )
-      bar.advance(len(rows))
-  return {'device': 'CPU', 'rows': rows}
+def _integers(case: Case, **how: Any) -> Contest:
+  call, arguments = _given(case, **how)
+  first, second = int8_reference.FORMS[case.format]
+
+  def by_xla(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
+    row, column = {'nn': scales, 'nt': (*scales, None), 'tn': (None, *scales)}[case.format]
+    return int8_reference.matmul(a, b, row, column, form=case.format)
+
+  def dense(a: jax.Array, b: jax.Array) -> jax.Array:
+    return ops.contract(a, b, ((first,), (second,)), ACCUM)
+
+  def error(found: jax.Array) -> float:
+    a, b, *scales = map(np.asarray, arguments)
+    a, b = (a if first else a.T)[:CHECKED], b.T if second else b
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    for scale in scales:
+      exact = exact * (scale[:CHECKED] if scale.shape[1] == 1 else scale)
+    return _worst(found, exact)
+
+  floats = tuple(each.astype(jnp.bfloat16) for each in arguments[:2])
+  programs = {'kernel': (call, arguments), 'xla': (by_xla, arguments), 'dense': (dense, floats)}
+  # Three roundings to float32 of the largest of many sums.
+  return Contest(programs, error, 2.0**-19)
 
 
-def _products(m: int, w: jax.Array, repeats: int) -> dict[str, float]:
-  """Seconds of x · w with w at rest in nf4 and dense, in bfloat16 and in float32."""
-  q, accum = quantize(w, 'nf4:block=64'), jnp.dtype('float32')
-  programs = {}
-  for dtype in ('bfloat16', 'float32'):
-    how = Numerics(policy(compute=dtype), 'xla')
-    x, dense = draw((m, w.shape[0]), dtype, 1), w.astype(dtype)
-    programs[f'nf4 {dtype}'] = bound(lambda x, q, how=how: ops.matmul(x, q, how.policy), x, q)
-    programs[f'dense {dtype}'] = bound(lambda x, w: ops.contract(x, w, ((1,), (0,)), accum), x, dense)
-  return in_turn(programs, repeats)
+def _adapters(case: Case, **how: Any) -> Contest:
+  call, arguments = _given(case, **how)
+
+  def error(found: jax.Array) -> float:
+    y, x, a, b, scale, of_row = (np.asarray(each[:CHECKED], np.float64) for each in arguments)
+    own = of_row.astype(np.int64)
+    low = np.einsum('mk,mrk->mr', x, a[own])
+    return _worst(found, y + scale[own, None] * np.einsum('mr,mrn->mn', low, b[own]))
+
+  programs = {'kernel': (call, arguments), 'xla': (grouped_reference.add, arguments)}
+  # The rows with the largest scale err the most, and are few.
+  return Contest(programs, error, 2 * ROUNDED)
 
 
-def _decoding(rows: int, w: jax.Array) -> dict[str, Program]:
-  """A few rows times a weight in int8, the rows quantized on the way, and times the dense weight."""
-  x, q = draw((rows, w.shape[0]), 'float32', 1), quantize(w, 'int8:axis=channel')
-  how = Numerics(policy(), activations=(('.*', 'int8:axis=token'),))
-  return {
-    'int8': bound(lambda x, q: ops.dot(x, q, how, path='kernel'), x, q),
-    'dense float32': bound(lambda x, w: ops.dot(x, w, Numerics(policy()), path='kernel'), x, w),
-  }
+def _quantizer(case: Case, **how: Any) -> Contest:
+  """What quantizes; its error is the share of codes that differ from XLA's, as one between two may."""
+  call, arguments = _given(case, **how)
+  if case.kernel == 'stochastic_round':
+    x = arguments[0]
+
+    def by_xla(x: jax.Array, seed: jax.Array) -> jax.Array:
+      bits = jax.random.bits(jax.random.key(seed), x.shape, jnp.uint32)
+      return quantize_reference.stochastic_round(x, bits)
+
+    # Each to one of both neighbours, of which bfloat16 has 2^7 from one power of two to the next.
+    def error(found: jax.Array) -> float:
+      return float(jnp.max(jnp.abs(found.astype(jnp.float32) - x) / jnp.abs(x)))
+
+    return Contest({'kernel': (call, arguments), 'xla': (by_xla, arguments)}, error, 2.0**-7)
+
+  def by_xla(x: jax.Array) -> Any:
+    if case.kernel == dispatch.TOKENS:
+      return activations.encode(x, activations.parse_activations('int8:axis=token'))
+    w = quantize(x, case.scheme)
+    return w.codes, w.scales
+
+  def error(found: Any) -> float:
+    codes, _ = by_xla(*arguments)
+    return float(jnp.mean(found[0] != codes))
+
+  return Contest({'kernel': (call, arguments), 'xla': (by_xla, arguments)}, error, 1e-4)
 
 
-def _arithmetic(codes: jax.Array) -> jax.Array:
-  """The polynomial through the 16 levels, which is not exact in float32."""
-  places = (np.arange(16) - 7.5) / 7.5
-  powers = np.polynomial.chebyshev.chebfit(places, np.asarray(NF4_LEVELS), 15)
-  t = (codes.astype(jnp.float32) - 7.5) / 7.5
-  last, before = jnp.zeros_like(t), jnp.zeros_like(t)
-  for power in powers[:0:-1]:
-    last, before = np.float32(power) + 2 * t * last - before, last
-  return np.float32(powers[0]) + t * last - before
-
-
-def _ways(w: jax.Array) -> tuple[dict[str, Program], dict[str, float]]:
-  """Programs that decode the bytes of an nf4 weight to bfloat16, scales aside, and their largest errors."""
-  q = quantize(w, 'nf4:block=64')
-  k, n = w.shape
-  pairs = jnp.asarray([[NF4_LEVELS[byte & 15], NF4_LEVELS[byte >> 4]] for byte in range(256)], jnp.float32)
-
-  def by_code(way: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    return lambda packed: way(formats.unpack(packed.reshape(-1, 32, n), 4, 64)).reshape(k, n)
-
-  def by_byte(packed: jax.Array) -> jax.Array:
-    both = jnp.take(pairs, packed.reshape(-1, 32, n).astype(jnp.int32), axis=0, mode='clip')
-    return both.transpose(0, 3, 1, 2).reshape(k, n)
-
-  table = jnp.asarray(NF4_LEVELS, jnp.float32)
-  ways = {
-    'lookup': by_code(lambda codes: jnp.take(table, codes.astype(jnp.int32), mode='clip')),
-    'select tree': by_code(lambda codes: formats._select_tree(codes, NF4_LEVELS)),
-    'arithmetic': by_code(_arithmetic),
-    'byte table': by_byte,
-  }
-  exact = np.asarray(NF4_LEVELS)[np.asarray(q.unpacked())]
-  errors = {name: float(np.max(np.abs(np.asarray(way(q.codes)) - exact))) for name, way in ways.items()}
-  programs = {
-    name: bound(lambda packed, way=way: way(packed).astype(jnp.bfloat16), q.codes)
-    for name, way in ways.items()
-  }
-  return programs, errors
+_CONTESTS: dict[str, Callable[..., Contest]] = {
+  **dict.fromkeys((*LOW_BIT, ADAPTED), _low_bit),
+  dispatch.INT8: _integers,
+  dispatch.GROUPED_ADAPTER: _adapters,
+  **dict.fromkeys(('quantize_weight', dispatch.TOKENS, 'stochastic_round'), _quantizer),
+}
 
 
 def table(found: dict[str, Any]) -> str:
-  """One line a row: milliseconds, and the ratio to the last program that it stands beside."""
-  lines = [f'on {found["device"]}, medians of calls taken in turn']
-  if top := found.get('ceilings'):
-    bandwidth, flops = top['bytes'] / 1e9, top['flops'] / 1e12
-    lines.append(f'measured ceilings: {bandwidth:.0f} GB/s, {flops:.1f} TFLOP/s in bfloat16')
+  """One line a row: milliseconds, the ratios to what the kernel stands beside, its shares, and its error."""
+  top = found['ceilings']
+  lines = [
+    f'on {found["device"]}, medians of calls taken in turn, with arguments that no cache holds',
+    f'measured ceilings: {top["bytes"] / 1e9:.0f} GB/s, {top["flops"] / 1e12:.1f} TFLOP/s in bfloat16',
+    f'{"kernel":<26} {"format":<18} {"M x K x N":<16} {"kernel us":>10} {"xla us":>10} {"dense us":>10} '
+    f'{"x xla":>6} {"x dense":>7} {"bytes/s":>7} {"FLOP/s":>6} {"error":>8}',
+  ]
   for row in found['rows']:
-    name = row.get('what') or f'{row["kernel"]} {row["format"]}'
-    parts = [f'{key} {value:.3f} ms' for key, value in row['milliseconds'].items()]
     times = row['milliseconds']
-    if 'kernel' in times:
-      parts += [f'{times["kernel"] / times[name]:.2f} x {name}' for name in ('xla', 'dense')]
-      parts.append(
-        f'{row["share_of_bandwidth"]:.0%} of bandwidth, {row["share_of_bfloat16_flops"]:.0%} of FLOP/s, '
-        f'error {row["error"]:.1e}{"" if row["is_right"] else ", WRONG"}'
-      )
-    parts += [
-      f'{times[f"nf4 {dtype}"] / times[f"dense {dtype}"]:.2f} x in {dtype}'
-      for dtype in ('bfloat16', 'float32') if f'nf4 {dtype}' in times
-    ]  # fmt: skip
-    if 'int8' in times:
-      parts.append(f'{times["int8"] / times["dense float32"]:.2f} x')
-    if 'errors' in row:
-      fastest = min(times, key=times.__getitem__)
-      parts.append(f'fastest: {fastest}; error of arithmetic {row["errors"]["arithmetic"]:.0e}')
-    lines.append(f'{name:<30} {"x".join(map(str, row["shape"])):<16} ' + '; '.join(parts))
+    dense = times.get('dense')
+    shape = 'x'.join(map(str, row['shape']))
+    lines.append(
+      f'{row["kernel"]:<26} {row["format"]:<18} {shape:<16} {1e3 * times["kernel"]:>10.1f} '
+      f'{1e3 * times["xla"]:>10.1f} {1e3 * dense if dense else math.nan:>10.1f} '
+      f'{times["kernel"] / times["xla"]:>6.2f} {times["kernel"] / dense if dense else math.nan:>7.2f} '
+      f'{row["share_of_bandwidth"]:>7.0%} {row["share_of_bfloat16_flops"]:>6.0%} {row["error"]:>8.1e}'
+      f'{"" if row["is_right"] else "  WRONG"}'
+    )
   return '\n'.join(lines)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
@@ -103,22 +102,6 @@ def _cuts(case: Case) -> tuple[tuned.Product, Sequence[Any]]:
   return low_bit.product(*args), low_bit.candidates(*args) if is_tpu else low_bit.candidates_gpu(*args)
 
 
-def _draw(case: Case, arguments: list[Any]) -> list[Any]:
-  """Numbers for arguments given by shape and dtype: any codes, floats near 1, and the adapter of each row."""
-  random = np.random.default_rng(0)
-
-  def one(like: jax.ShapeDtypeStruct) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jnp.floating):
-      return jnp.asarray(random.standard_normal(like.shape, np.float32)).astype(like.dtype)
-    if like.dtype == jnp.int32:
-      return jnp.asarray(case.of_row())
-    limits = jnp.iinfo(like.dtype)
-    return jnp.asarray(random.integers(max(limits.min, -127), limits.max + 1, like.shape, like.dtype))
-
-  drawn: list[Any] = jax.tree.map(one, arguments)
-  return drawn
-
-
 def tune(
   case: Case, most: int, repeats: int, gain: float, interpret: bool = False
 ) -> tuple[tuned.Row | None, str]:
@@ -134,13 +117,13 @@ def tune(
   if (reason := kernel_cases.why_not(case, target.device().device_kind)) is not None:
     return None, reason
   product, tried = _cuts(case)
-  arguments = _draw(case, kernel_cases.program(case)[1])
+  copies = kernel_times.copied(tuple(kernel_times.drawn(case, kernel_cases.program(case)[1])))
   programs, failed, wanted, why = {}, 0, None, ''
   for tiles in tried[:most]:
     call, _ = kernel_cases.program(case, tiles=tiles, interpret=interpret)
     try:
-      program = kernel_times.bound(call, *arguments)
-      found = np.asarray(program())
+      program = kernel_times.cold(call, copies)
+      found = np.asarray(program()[0])
     except Exception as error:  # Whatever a compiler says of tiles that it can't place.
       failed, why = failed + 1, why or f'{type(error).__name__}: {error}'.splitlines()[0]
       continue
@@ -152,7 +135,7 @@ def tune(
     return None, f'its own tiles do not compile: {tried[0]}: {why}'
   seconds = kernel_times.in_turn({str(tiles): each for tiles, each in programs.items()}, repeats)
   best = min(programs, key=lambda tiles: seconds[str(tiles)])
-  own, least = seconds[str(tried[0])], seconds[str(best)]
+  own, least = (seconds[str(tiles)] / len(copies) for tiles in (tried[0], best))
   told = f'{1e6 * own:.1f} us, the fastest of {len(programs)} {1e6 * least:.1f} us; {failed} do not compile'
   if least > (1 - gain) * own:
     return None, told

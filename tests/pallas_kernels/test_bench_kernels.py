@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from experiments import kernel_cases
+from experiments import kernel_cases, kernel_times
 from experiments.kernel_cases import Case, Panel
 from qjax import chips
 
@@ -109,6 +112,47 @@ def test_what_a_chip_cannot_do_is_refused_with_what_does():
     assert says in reason and reason.endswith('falls back to XLA')
   assert kernel_cases.obstacle(Case('int8_matmul', 'nn', shape, 'v5e')) is None
   assert kernel_cases.obstacle(Case('low_bit_matmul', 'nf4:block=64 float16', shape, 'h100')) is None
+
+
+TIMED = {
+  (case.kernel, case.format, platform): None for platform in ('tpu', 'gpu')
+  for case in kernel_times.cases(platform, True, []) if kernel_cases.why_not(case, '') is None
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(('kernel', 'form', 'platform'), [*TIMED, ('int8_matmul', 'tn', 'tpu')])
+def test_what_is_timed_is_right_or_said_to_be_wrong(
+  kernel: str, form: str, platform: str, monkeypatch: pytest.MonkeyPatch
+):
+  # Interpreted on a CPU, where the times are of no use; the kernel's own random bits need more of a TPU.
+  monkeypatch.setattr(kernel_times, 'MOST_CALLS', 2)
+  interpret = pltpu.InterpretParams() if kernel == 'stochastic_round' else True
+  case, top = Case(kernel, form, (40, 128, 192), platform), {'bytes': 1e9, 'flops': 1e9}
+  row = kernel_times.measure(case, 1, top, interpret=interpret)
+  assert row['is_right'], row['error']
+  is_product = kernel in (*kernel_cases.LOW_BIT, kernel_cases.ADAPTED, 'int8_matmul')
+  assert set(row['milliseconds']) == {'kernel', 'xla'} | ({'dense'} if is_product else set())
+  assert kernel in kernel_times.table({'device': 'CPU', 'ceilings': top, 'rows': [row]})
+
+  cold, programs = kernel_times.cold, []
+
+  def first_is_wrong(*arguments):
+    program, is_first = cold(*arguments), not programs
+    programs.append(program)
+    return lambda: jax.tree.map(lambda x: x + x.dtype.type(is_first), program())
+
+  monkeypatch.setattr(kernel_times, 'cold', first_is_wrong)
+  row = kernel_times.measure(case, 1, top, interpret=interpret)
+  assert not row['is_right']
+  assert 'WRONG' in kernel_times.table({'device': 'CPU', 'ceilings': top, 'rows': [row]})
+
+
+def test_every_kernel_is_timed_cold():
+  names = {case.kernel for case in kernel_times.cases('tpu', False, [])}
+  assert names == set(kernel_cases.KERNELS)
+  assert {case.kernel for case in kernel_times.cases('gpu', False, ['int8_matmul'])} == {'int8_matmul'}
+  copies = jax.eval_shape(lambda: kernel_times.copied((jnp.zeros(2**24),)))
+  assert len(copies) == kernel_times.COLD // 2**26
 
 
 def test_wrong_names_are_refused():
