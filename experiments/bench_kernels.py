@@ -10,9 +10,10 @@ compiles or why not, the bytes it moves over the least possible, what its tiles 
 the chip's data sheet. That is what compilers say, not a measurement. A row that should compile and does not
 makes the exit status 1; what a chip cannot do is refused before it is compiled, and is no failure.
 
-Without it, each kernel is timed beside XLA's product with the dequantized weight and beside a dense one in
-bfloat16, against ceilings measured at the same time, and its errors are taken against float64; one that is
-too large makes the exit status 1. A machine with a CPU alone times what XLA makes of weights in few bits.
+Without it, the kernels of products (low_bit_matmul, low_bit_matmul_transposed, int8_matmul) are timed beside
+XLA's product with the dequantized weight and beside a dense one in bfloat16, against ceilings measured at the
+same time, and their errors are taken against float64; one that is too large makes the exit status 1. Other
+kernels are only compiled. A machine with a CPU alone times what XLA makes of weights in few bits.
 """
 
 import dataclasses
@@ -47,7 +48,14 @@ def main(argv: list[str]) -> int:
   del argv
   if unknown := [name for name in _KERNELS.value if name not in kernel_cases.KERNELS]:
     raise UserError(f'--kernels: there is no {unknown[0]!r}; there are {", ".join(kernel_cases.KERNELS)}')
-  return _compile() if _COMPILE_ONLY.value else _time()
+  if _COMPILE_ONLY.value:
+    return _compile()
+  if untimed := [name for name in _KERNELS.value if name not in kernel_times.LIMITS]:
+    raise UserError(
+      f'--kernels: {untimed[0]!r} is not timed; {", ".join(kernel_times.LIMITS)} are, and --compile_only '
+      'compiles every kernel'
+    )
+  return _time()
 
 
 def _compile() -> int:
@@ -110,8 +118,8 @@ def _compile_table(rows: list[dict[str, Any]]) -> str:
       numbers = (
         f'{row["bytes_over_least"]:>11.2f} {row["bytes_least"] / 2**20:>9.1f} '
         f'{row["operations"] / 1e9:>7.1f} '
-        f'{row.get("roofline_us", 0):>9.1f} {vmem:>8} '
-        f'{row.get("instruction") or "-":>5} {row.get("registers", "-"):>4} {row.get("spilled_bytes", "-"):>7}'
+        f'{row.get("roofline_us", 0):>9.1f} {vmem:>8} {row.get("instruction") or "-":>5} '
+        f'{row.get("registers", "-"):>4} {row.get("spilled_bytes", "-"):>7}'
       )
     says = 'yes' if row['compiled'] else f'{"refused" if row["refused"] else "NO"}: {row["reason"]}'
     shape = 'x'.join(map(str, row['shape']))
@@ -122,6 +130,8 @@ def _compile_table(rows: list[dict[str, Any]]) -> str:
 def _time() -> int:
   platform = jax.default_backend()
   is_cpu = _CPU.value or platform == 'cpu'
+  if is_cpu and _KERNELS.value:
+    raise UserError('--kernels: a CPU is timed with no kernel of ours; leave it out, or give --compile_only')
   if is_cpu and not _CPU.value:
     print('there is no accelerator here, only a CPU: it is timed instead, with no kernel of ours')
   if is_cpu:

@@ -462,8 +462,10 @@ def _compiled(case: Case) -> dict[str, Any]:
 
 
 def _assembly(folder: Path) -> dict[str, Any]:
-  """Of Triton's kernels: the instruction that multiplies matrices, the newest there is, '' for none; and, where
-  ptxas is here, the most registers of a thread and bytes spilled, as it says."""
+  """Of Triton's kernels: the instruction that multiplies matrices, the newest there is, '' for none.
+
+  Where ptxas is here, also the most registers of a thread and bytes spilled, as it says.
+  """
   ptxas, found = shutil.which('ptxas'), dict[str, Any]()
   for ptx in folder.glob('*.ptx'):
     text = ptx.read_text(encoding='utf-8')

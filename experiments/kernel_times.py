@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import kernel_cases
-from experiments.kernel_cases import Case
 from pallas_kernels import dispatch
 from pallas_kernels.int8_matmul import reference as int8_reference
 from qjax import kernels, ops
@@ -26,8 +25,8 @@ Program = Callable[[], Any]
 TOGETHER = 10
 # Rows of a product whose errors are taken, and rows of decoding on CPU.
 CHECKED, FEW = 64, (1, 2, 4, 8)
-# The largest error over the root mean square of a result: a few times that of a weight rounded to bfloat16,
-# and that of three roundings to float32 of the largest of many sums.
+# By kernel that is timed, the largest error over the root mean square of a result: a few times that of a
+# weight rounded to bfloat16, and that of three roundings to float32 of the largest of many sums.
 LIMITS = {**dict.fromkeys(kernel_cases.LOW_BIT, 2.0**-6), 'int8_matmul': 2.0**-19}
 CPU_SHAPES = ((1024, 576, 1536), (1024, 1536, 576), (1024, 1024, 4096))
 
@@ -67,14 +66,19 @@ def ceilings(repeats: int) -> dict[str, float]:
   return {'bytes': 2 * x.nbytes / seconds['copy'], 'flops': 2 * 8192**3 / seconds['product']}
 
 
-def on_accelerator(repeats: int, is_quick: bool, kernels: list[str]) -> dict[str, Any]:
-  """Kernel, XLA with the dequantized weight, and dense bfloat16, with errors, for every weight format."""
+def on_accelerator(repeats: int, is_quick: bool, names: list[str]) -> dict[str, Any]:
+  """Kernel, XLA with the dequantized weight, and dense bfloat16, with errors, for every weight format.
+
+  Args:
+    repeats: timed calls of each program.
+    is_quick: one shape a kernel.
+    names: of kernels in `LIMITS`; all of them if empty.
+  """
   platform = dispatch.target_platform()
   top = ceilings(repeats)
   shapes = kernel_cases.SHAPES[:1] if is_quick else kernel_cases.SHAPES[:4]
   todo = [
-    (shape, kernel, each) for shape in shapes for kernel in (*kernel_cases.LOW_BIT, 'int8_matmul')
-    if not kernels or kernel in kernels
+    (shape, kernel, each) for shape in shapes for kernel in LIMITS if not names or kernel in names
     for each in (('nn',) if kernel == 'int8_matmul' else kernel_cases.WEIGHTS)
   ]  # fmt: skip
   rows = []
@@ -114,9 +118,8 @@ def _low_bit(shape: tuple[int, int, int], kernel: str, scheme: str) -> tuple[dic
   w = jax.jit(lambda w: quantize(w, scheme))(draw((k, n), 'float32'))
   x, dense = draw((m, n if is_transposed else k), 'bfloat16', 1), dequantize(w, jnp.dtype('bfloat16'))
   axes = ((1,), (1 if is_transposed else 0,))
-  layout = Case(kernel, scheme, shape, 'cpu').layout()
-  choice = dispatch.choose(dispatch.LOW_BIT, 'pallas', layout, 'bfloat16')
-  assert choice is not None
+  layout, choice = kernels.layout_of(w), kernels.explain(w, 'bfloat16', 'pallas')
+  assert not isinstance(choice, str), choice
   product = choice.product(kernel.removeprefix('low_bit_'))
   accum, arrays = jnp.dtype('float32'), kernels.arrays_of(w)[:2]
   programs = {

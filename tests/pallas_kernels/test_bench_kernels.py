@@ -105,6 +105,11 @@ def test_wrong_names_are_refused():
   assert "no chip 'v5f'; did you mean 'v5" in run('--compile_only', '--chip=v5f', status=2)
 
 
+def test_kernels_that_would_not_be_timed_are_refused():
+  assert "'grouped_adapter' is not timed; low_bit_matmul," in run('--kernels=grouped_adapter', status=2)
+  assert 'a CPU is timed with no kernel of ours' in run('--cpu', '--kernels=int8_matmul', status=2)
+
+
 @pytest.mark.parametrize(('chip', 'module'), [('v5e', 'libtpu'), ('sm90', 'jax_cuda12_plugin')])
 def test_kernels_are_compiled_for_chips_that_are_not_here(chip: str, module: str):
   if importlib.util.find_spec(module) is None:
