@@ -10,9 +10,10 @@ compiles or why not, the bytes it moves over the least possible, what its tiles 
 the chip's data sheet. That is what compilers say, not a measurement. A row that should compile and does not
 makes the exit status 1; what a chip cannot do is refused before it is compiled, and is no failure.
 
-Without it, each kernel is timed beside XLA's product with the dequantized weight and beside a dense one in
-bfloat16, against ceilings measured at the same time, and its errors are taken against float64; one that is
-too large makes the exit status 1. A machine with a CPU alone times what XLA makes of weights in few bits.
+Without it, each kernel is timed beside XLA's way to do the same and, of products, beside a dense one in
+bfloat16, at sizes of a 7B model's decoding and training, with arguments that no cache holds, against ceilings
+measured at the same time. Errors are taken against float64; one that is too large makes the exit status 1. A
+machine with a CPU alone times what XLA makes of weights in few bits.
 """
 
 import dataclasses
@@ -122,6 +123,8 @@ def _compile_table(rows: list[dict[str, Any]]) -> str:
 def _time() -> int:
   platform = jax.default_backend()
   is_cpu = _CPU.value or platform == 'cpu'
+  if is_cpu and _KERNELS.value:
+    raise UserError('--kernels: a CPU is timed with no kernel of ours; leave it out, or give --compile_only')
   if is_cpu and not _CPU.value:
     print('there is no accelerator here, only a CPU: it is timed instead, with no kernel of ours')
   if is_cpu:

@@ -28,7 +28,7 @@ from pallas_kernels.grouped_adapter.tiling import Sizes
 from pallas_kernels.int8_matmul import gpu as int8_gpu
 from pallas_kernels.int8_matmul import tpu as int8_tpu
 from pallas_kernels.low_bit_matmul import tiling as low_bit_tiling
-from pallas_kernels.low_bit_matmul.layout import GROUP, DoubleQuantized, Layout
+from pallas_kernels.low_bit_matmul.layout import GROUP, DoubleQuantized, Layout, read_scales
 from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.quantize import gpu as quantize_gpu
 from pallas_kernels.quantize import tpu as quantize_tpu
@@ -123,6 +123,17 @@ class Case:
     return kernels.layout_in(parse_scheme(self.scheme), self.shape[1])
 
 
+  def multiplied(self) -> Layout:
+    """The layout that the kernel is given: on a TPU scales in 8 bits may be read back before the product."""
+    layout, (tokens, _, outputs) = self.layout(), self.shape
+    if self.kind != 'tpu':
+      return layout
+    # Of the rows that the kernel fills x up to.
+    tokens, itemsize = max(tokens, low_bit_tiling.FEWEST_TOKENS), jnp.dtype(self.dtype).itemsize
+    rank = RANK if self.kernel == ADAPTED else 0
+    return low_bit_tiling.multiplied(tokens, outputs, layout, itemsize, self.kernel == LOW_BIT[1], rank)
+
+
 def cases(names: list[str], is_quick: bool) -> list[Case]:
   """All of them for the chips named; `is_quick` is one shape a kernel."""
   shapes = SHAPES[:1] if is_quick else SHAPES
@@ -165,7 +176,10 @@ Program = tuple[Callable[..., Any], list[Any]]
 
 
 def program(case: Case, **how: Any) -> Program:
-  """The call of a kernel, and the shapes and dtypes of its arguments; `how` is passed on to it."""
+  """The call of a kernel, and the shapes and dtypes of its arguments; `how` is passed on to it.
+
+  Where that holds tiles, scales in 8 bits are read back before the product if the kernel would do so itself.
+  """
   m, k, n = case.shape
   is_tpu = case.kind == 'tpu'
   array = jax.ShapeDtypeStruct
@@ -184,8 +198,11 @@ def program(case: Case, **how: Any) -> Program:
     if case.kernel != ADAPTED:
       offset = [array((blocks, n), jnp.float32)] if layout.has_offsets else []
 
+      given = case.multiplied() if 'tiles' in how else layout
+
       def multiply(x: jax.Array, codes: jax.Array, scale: Any, offset: jax.Array | None = None) -> Any:
-        return product(x, codes, scale, offset, layout, **how)
+        scale = scale if given.double_quantized else read_scales(scale)
+        return product(x, codes, scale, offset, given, **how)
 
       return multiply, [x, codes, scale, *offset]
     factors = [array((m, RANK), dtype), array((RANK, n), dtype), array((RANK, k), dtype)]
@@ -374,14 +391,10 @@ def moved(panel: Panel, chip: Chip) -> int:
 
 def _scales_read_first(case: Case) -> int:
   """How many scales in 8 bits XLA reads and writes as float32 before the kernel, which then has those."""
-  if case.kernel not in (*LOW_BIT, ADAPTED) or case.target.kind != 'tpu':
+  if case.kernel not in (*LOW_BIT, ADAPTED) or case.multiplied() == case.layout():
     return 0
-  layout, (tokens, _, outputs) = case.layout(), case.shape
-  how = jnp.dtype(case.dtype).itemsize, case.kernel == LOW_BIT[1], RANK if case.kernel == ADAPTED else 0
-  # As the kernel asks: of the rows that it adds, and of the blocks before a tail.
-  tokens = max(tokens, low_bit_tiling.FEWEST_TOKENS)
-  is_first = low_bit_tiling.reads_scales_first(tokens, outputs, layout, *how)
-  return layout.blocks * outputs if is_first else 0
+  # Of the blocks before a tail.
+  return case.layout().blocks * case.shape[2]
 
 
 def traffic(case: Case) -> dict[str, Any]:
@@ -450,8 +463,10 @@ def _compiled(case: Case) -> dict[str, Any]:
 
 
 def _assembly(folder: Path) -> dict[str, Any]:
-  """Of Triton's kernels: the newest instruction that multiplies matrices, '' for none; and, where ptxas
-  is, the most registers of a thread and bytes spilled, as it says."""
+  """Of Triton's kernels: the instruction that multiplies matrices, the newest there is, '' for none.
+
+  Where ptxas is here, also the most registers of a thread and bytes spilled, as it says.
+  """
   ptxas, found = shutil.which('ptxas'), dict[str, Any]()
   for ptx in folder.glob('*.ptx'):
     text = ptx.read_text(encoding='utf-8')

@@ -27,6 +27,7 @@ from qjax.quant import activations
 from qjax.quant.qtensor import QTensor, dequantize, quantize
 
 Function = Callable[..., Any]
+Call = tuple[Function, tuple[Any, ...]]
 # Bytes that no cache holds, the most calls of one program, and how many of it are started before one is
 # waited for.
 COLD, MOST_CALLS, TOGETHER = 2**28, 32, 4
@@ -62,7 +63,7 @@ class Contest(NamedTuple):
     limit: the most that may be.
   """
 
-  programs: dict[str, tuple[Function, tuple[Any, ...]]]
+  programs: dict[str, Call]
   error: Callable[[Any], float]
   limit: float
 
@@ -232,7 +233,7 @@ def _low_bit(case: Case, **how: Any) -> Contest:
       exact = exact + 2 * (_wide(x[:CHECKED]) @ a.T) @ b
     return _worst(found, exact)
 
-  programs = {
+  programs: dict[str, Call] = {
     'kernel': (by_kernel, (x, codes, scale, *factors)),
     'xla': (plain, (x, w, *factors)),
     'dense': (plain, (x, dense.astype(x.dtype), *factors)),
@@ -240,7 +241,7 @@ def _low_bit(case: Case, **how: Any) -> Contest:
   return Contest(programs, error, ROUNDED)
 
 
-def _given(case: Case, **how: Any) -> tuple[Function, tuple[Any, ...]]:
+def _given(case: Case, **how: Any) -> Call:
   """The call of a kernel, and numbers for its arguments."""
   call, arguments = kernel_cases.program(case, **how)
   return call, tuple(drawn(case, arguments))
@@ -288,18 +289,6 @@ def _adapters(case: Case, **how: Any) -> Contest:
 def _quantizer(case: Case, **how: Any) -> Contest:
   """What quantizes; its error is the share of codes that differ from XLA's, as one between two may."""
   call, arguments = _given(case, **how)
-  if case.kernel == 'stochastic_round':
-    x = arguments[0]
-
-    def by_xla(x: jax.Array, seed: jax.Array) -> jax.Array:
-      bits = jax.random.bits(jax.random.key(seed), x.shape, jnp.uint32)
-      return quantize_reference.stochastic_round(x, bits)
-
-    # Each to one of both neighbours, of which bfloat16 has 2^7 from one power of two to the next.
-    def error(found: jax.Array) -> float:
-      return float(jnp.max(jnp.abs(found.astype(jnp.float32) - x) / jnp.abs(x)))
-
-    return Contest({'kernel': (call, arguments), 'xla': (by_xla, arguments)}, error, 2.0**-7)
 
   def by_xla(x: jax.Array) -> Any:
     if case.kernel == dispatch.TOKENS:
@@ -314,11 +303,27 @@ def _quantizer(case: Case, **how: Any) -> Contest:
   return Contest({'kernel': (call, arguments), 'xla': (by_xla, arguments)}, error, 1e-4)
 
 
+def _rounding(case: Case, **how: Any) -> Contest:
+  """To bfloat16, at random; its error is relative: 2^7 numbers lie from one power of two to the next."""
+  call, arguments = _given(case, **how)
+
+  def by_xla(x: jax.Array, seed: jax.Array) -> jax.Array:
+    bits = jax.random.bits(jax.random.key(seed), x.shape, jnp.uint32)
+    return quantize_reference.stochastic_round(x, bits)
+
+  def error(found: jax.Array) -> float:
+    x = arguments[0]
+    return float(jnp.max(jnp.abs(found.astype(jnp.float32) - x) / jnp.abs(x)))
+
+  return Contest({'kernel': (call, arguments), 'xla': (by_xla, arguments)}, error, 2.0**-7)
+
+
 _CONTESTS: dict[str, Callable[..., Contest]] = {
   **dict.fromkeys((*LOW_BIT, ADAPTED), _low_bit),
   dispatch.INT8: _integers,
   dispatch.GROUPED_ADAPTER: _adapters,
-  **dict.fromkeys(('quantize_weight', dispatch.TOKENS, 'stochastic_round'), _quantizer),
+  **dict.fromkeys(('quantize_weight', dispatch.TOKENS), _quantizer),
+  'stochastic_round': _rounding,
 }
 
 

@@ -6,14 +6,15 @@
 
 For each product, format and shape the tiles that the kernel chooses by itself are timed in the same turns as
 other candidates, whose results are compared with theirs first. One that is faster by --gain becomes a row of
-the table that kernels read (pallas_kernels/tuned.json, or --table); rows of other devices and shapes stay.
-Tiles that do not compile are passed over and counted. Without an accelerator the command refuses.
+the table that kernels read (pallas_kernels/tuned.json, or --table); where none is, the row that an earlier
+search left is taken out. Rows of other devices and shapes stay. Tiles that do not compile are passed over and
+counted. Without an accelerator the command refuses.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,10 +68,9 @@ def main(argv: list[str]) -> int:
   ]  # fmt: skip
   with Bar('tuning', len(cases)) as bar:
     for index, case in enumerate(cases):
-      row, told = tune(case, _MOST.value, _REPEATS.value, _GAIN.value)
-      print(f'{case.kernel} {case.format} {"x".join(map(str, case.shape))}: {told}')
-      if row is not None:
-        rows[row.key] = row
+      found = tune(case, _MOST.value, _REPEATS.value, _GAIN.value)
+      print(f'{case.kernel} {case.format} {"x".join(map(str, case.shape))}: {found.told}')
+      if put(found, rows):
         tuned.write(rows, path)
       bar.advance(index + 1)
   print(f'{len(rows)} rows in {path}')
@@ -98,14 +98,34 @@ def _cuts(case: Case) -> tuple[tuned.Product, Sequence[Any]]:
     of = m, case.sizes(), itemsize
     return grouped.product(*of), grouped.candidates(*of) if is_tpu else grouped.candidates_gpu(*of)
   m = max(m, low_bit.FEWEST_TOKENS) if is_tpu else m  # the kernel fills rows up
-  args = m, n, case.layout(), itemsize, case.kernel == LOW_BIT[1]
+  args = m, n, case.multiplied(), itemsize, case.kernel == LOW_BIT[1]
   return low_bit.product(*args), low_bit.candidates(*args) if is_tpu else low_bit.candidates_gpu(*args)
 
 
-def tune(
-  case: Case, most: int, repeats: int, gain: float, interpret: bool = False
-) -> tuple[tuned.Row | None, str]:
-  """The row that a product deserves, None if its own choice is as good; and what was found, in words.
+class Found(NamedTuple):
+  """What a search for tiles of a product ended with.
+
+  Attributes:
+    told: in words.
+    key: of the product's row, None if nothing was measured.
+    row: that the product deserves, None if the kernel's own choice is as good.
+  """
+
+  told: str
+  key: tuned.Key | None = None
+  row: tuned.Row | None = None
+
+
+def put(found: Found, rows: dict[tuned.Key, tuned.Row]) -> bool:
+  """Whether what was found changes a table: a row is put in, or taken out for the kernel's own choice."""
+  if found.row is not None:
+    rows[found.row.key] = found.row
+    return True
+  return found.key is not None and rows.pop(found.key, None) is not None
+
+
+def tune(case: Case, most: int, repeats: int, gain: float, interpret: bool = False) -> Found:
+  """Times the ways to cut a product.
 
   Args:
     case: the product, its chip 'tpu' or 'gpu'.
@@ -113,9 +133,12 @@ def tune(
     repeats: timed calls of each.
     gain: share of time that a row must save.
     interpret: run on a CPU, which shows that all works and times nothing of use.
+
+  Raises:
+    UserError: tiles compute something else than others.
   """
   if (reason := kernel_cases.why_not(case, target.device().device_kind)) is not None:
-    return None, reason
+    return Found(reason)
   product, tried = _cuts(case)
   copies = kernel_times.copied(tuple(kernel_times.drawn(case, kernel_cases.program(case)[1])))
   programs, failed, wanted, why = {}, 0, None, ''
@@ -132,14 +155,15 @@ def tune(
       raise UserError(f'{case.kernel} with {tiles} computes something else than with {tried[0]}')
     programs[tiles] = program
   if tried[0] not in programs:
-    return None, f'its own tiles do not compile: {tried[0]}: {why}'
+    return Found(f'its own tiles do not compile: {tried[0]}: {why}')
   seconds = kernel_times.in_turn({str(tiles): each for tiles, each in programs.items()}, repeats)
   best = min(programs, key=lambda tiles: seconds[str(tiles)])
   own, least = (seconds[str(tiles)] / len(copies) for tiles in (tried[0], best))
   told = f'{1e6 * own:.1f} us, the fastest of {len(programs)} {1e6 * least:.1f} us; {failed} do not compile'
+  key = tuned.key(product)
   if least > (1 - gain) * own:
-    return None, told
-  return tuned.Row(*tuned.key(product), dataclasses.asdict(best), 1e6 * least, 1e6 * own), told
+    return Found(told, key)
+  return Found(told, key, tuned.Row(*key, dataclasses.asdict(best), 1e6 * least, 1e6 * own))
 
 
 if __name__ == '__main__':

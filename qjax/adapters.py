@@ -186,7 +186,7 @@ def targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
   """The parameter paths that get an adapter.
 
   Raises:
-    UserError: the pattern matches nothing, or something that is no matrix product.
+    UserError: the pattern matches nothing, or something that is no matrix product or of lower rank.
   """
   found = trees.select(spec.targets, list(shapes), 'lora.targets')
   unfit = [path for path in found if not path.endswith('/kernel')]
@@ -211,6 +211,9 @@ def init(
 
   A is uniform in ±1/sqrt(in) (Kaiming with a = sqrt(5), as the reference implementation draws it), B is
   zero. Every path draws from its own key, so adding a target changes no other adapter.
+
+  Raises:
+    UserError: as `targets`.
   """
   flat = {}
   for path in targets(spec, shapes):

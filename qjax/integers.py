@@ -92,7 +92,11 @@ def obstacle(scheme: Scheme | None, inputs: int) -> str | None:
 
 
 def choose(w: jax.Array | QTensor | Decomposed | Trained, integer: str) -> tuple[bool, str]:
-  """Whether quantized inputs meet w as integers, and why not."""
+  """Whether quantized inputs meet w as integers, and why not, '' if they do.
+
+  Raises:
+    UserError: `integer = 'always'` where they can't; with the reason.
+  """
   w = w.rest if isinstance(w, Decomposed) else w
   reason = obstacle(w.scheme if isinstance(w, QTensor | Trained) else None, w.shape[-2])
   if integer == 'always' and reason:

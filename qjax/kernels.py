@@ -120,7 +120,10 @@ def layout_of(w: QTensor) -> Layout:
 
 
 def arrays_of(w: QTensor) -> tuple[jax.Array, Scales, jax.Array | None]:
-  """Codes, scales and offsets of w [K, N], as kernels take them: scales in 8 bits stay as they rest."""
+  """Codes, scales and offsets of w [K, N] in few bits, as kernels take them: scales in 8 bits stay so.
+
+  A weight in 16-bit floats has no scales, and none of these.
+  """
   offset = None if w.offset is None else per_column(w.offset, w.scheme, w.shape[-1])
   if not isinstance(w.scale, DoubleQuantized):
     return w.codes, per_column(w.scales, w.scheme, w.shape[-1]), offset

@@ -382,6 +382,10 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
   """x [..., K] times w [K, N] (or [N, K] if `transposed`) as [..., N] in `policy.accum`.
 
   `dot` is the door for layers; this is for a caller that goes on in the accumulator's dtype.
+
+  Raises:
+    NotImplementedError: w is transposed and rests in few bits.
+    ValueError: x and w don't contract.
   """
   if transposed and isinstance(w, QTensor) and not w.scheme.numbers.is_float:
     # Blocks lie along the inputs of a projection.
@@ -414,6 +418,9 @@ def slice_of(w: Weight, start: jax.Array, size: int, axis: int) -> Weight:
   """`size` rows (axis 0) or columns (axis 1) of a plain or 16-bit w [K, N] from a traced `start`.
 
   Plain half precision is sliced as integers: XLA's CPU backend would widen the whole of it before a loop.
+
+  Raises:
+    NotImplementedError: w rests in few bits.
   """
   if isinstance(w, QTensor):
     if not w.scheme.numbers.is_float:
@@ -630,7 +637,11 @@ def dot(
       nearest.
 
   Raises:
-    UserError: a static scheme without `high`, or `integer = 'always'` where integers can't be multiplied.
+    UserError: a static scheme without `high`; `integer = 'always'` where integers can't be multiplied, or
+      gradients in integers where there are none; several adapters inside a quantizer, not one index for each
+      first index of x, or a gradient wanted of them.
+    ValueError: x and w don't contract.
+    NotImplementedError: a kernel was asked for by name and can't; with the reason, and what can.
   """
   policy = numerics.policy
   scheme = numerics.scheme_of(path)

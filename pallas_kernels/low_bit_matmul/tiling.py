@@ -232,6 +232,14 @@ def reads_scales_first(
   return least(plain) + 5 * layout.blocks * outputs < least(layout)
 
 
+def multiplied(
+  tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool, rank: int = 0
+) -> Layout:
+  """The layout that a TPU's kernel is given: with scales as floats if those in 8 bits are read back first."""
+  is_first = reads_scales_first(tokens, outputs, layout, itemsize, transposed, rank)
+  return dataclasses.replace(layout, double_quantized=False) if is_first else layout
+
+
 def product(tokens: int, outputs: int, layout: Layout, itemsize: int, transposed: bool) -> Product:
   """The product as the table of measured tiles has it."""
   form = f'{layout.bits} bits, blocks of {layout.span}'

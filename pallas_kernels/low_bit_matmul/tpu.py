@@ -393,9 +393,8 @@ def _settled(
   scale: Scales, layout: Layout, tokens: int, outputs: int, itemsize: int, transposed: bool, rank: int = 0
 ) -> tuple[Scales, Layout]:
   """Scales as the kernel shall read them, and the layout that says so."""
-  if not tiling.reads_scales_first(tokens, outputs, layout, itemsize, transposed, rank):
-    return scale, layout
-  return read_scales(scale), dataclasses.replace(layout, double_quantized=False)
+  given = tiling.multiplied(tokens, outputs, layout, itemsize, transposed, rank)
+  return scale if given.double_quantized else read_scales(scale), given
 
 
 def _filled(x: jax.Array, rows: int = tiling.FEWEST_TOKENS, columns: int = 0) -> jax.Array:

@@ -160,6 +160,10 @@ def test_wrong_names_are_refused():
   assert "no chip 'v5f'; did you mean 'v5" in run('--compile_only', '--chip=v5f', status=2)
 
 
+def test_kernels_that_would_not_be_timed_are_refused():
+  assert 'a CPU is timed with no kernel of ours' in run('--cpu', '--kernels=int8_matmul', status=2)
+
+
 @pytest.mark.parametrize(('chip', 'module'), [('v5e', 'libtpu'), ('sm90', 'jax_cuda12_plugin')])
 def test_kernels_are_compiled_for_chips_that_are_not_here(chip: str, module: str):
   if importlib.util.find_spec(module) is None:
@@ -171,6 +175,8 @@ def test_kernels_are_compiled_for_chips_that_are_not_here(chip: str, module: str
   for row in rows:
     assert row['compiled'] or row['refused'], row['reason']
     assert not row['compiled'] or (row['bytes_over_least'] >= 1 and row['roofline_us'] > 0)
+    if chip == 'sm90' and row['kernel'] == 'int8_matmul':
+      assert row['instruction'] == 'wgmma'
 
 
 def test_a_cpu_is_timed_where_there_is_nothing_else(tmp_path: Path):

@@ -121,15 +121,19 @@ def test_what_is_written_is_read_and_what_is_damaged_is_said(tmp_path: Path):
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'gpu'])
-@pytest.mark.parametrize('kernel,form', [
-  ('low_bit_matmul', 'nf4:block=64,dq'), ('low_bit_matmul_transposed', 'int4:block=64,asym'),
-  ('int8_matmul', 'nn'), ('int8_matmul', 'nt'), ('int8_matmul', 'tn'), ('grouped_adapter', '3:16'),
+@pytest.mark.parametrize('kernel,form,shape', [
+  # More tokens than the kernels' least, or fewer for which they fill x up; and a sum for which a TPU's kernel
+  # is given scales as floats.
+  ('low_bit_matmul', 'nf4:block=64,dq', (9, 128, 256)),
+  ('low_bit_matmul', 'nf4:block=64,dq', (256, 1024, 128)),
+  ('low_bit_matmul_transposed', 'int4:block=64,asym', (9, 128, 256)),
+  ('int8_matmul', 'nn', (9, 128, 256)), ('int8_matmul', 'nt', (9, 128, 256)),
+  ('int8_matmul', 'tn', (9, 128, 256)), ('grouped_adapter', '3:16', (40, 128, 256)),
 ])  # fmt: skip
 def test_the_fastest_becomes_a_row_that_the_kernel_takes(
-  kernel: str, form: str, platform: str, monkeypatch: pytest.MonkeyPatch
+  kernel: str, form: str, shape: tuple[int, int, int], platform: str, monkeypatch: pytest.MonkeyPatch
 ):
-  # More tokens than the kernels' least, or fewer for which they fill x up.
-  case = Case(kernel, form, (40 if kernel == 'grouped_adapter' else 9, 128, 256), platform)
+  case = Case(kernel, form, shape, platform)
 
   def second_is_fastest(programs, repeats, together=1):
     return {name: 1.0 - 0.5 * (index == 1) for index, name in enumerate(programs)}
@@ -142,15 +146,20 @@ def test_the_fastest_becomes_a_row_that_the_kernel_takes(
   monkeypatch.setattr(tuned, 'choose', spy)
   monkeypatch.setattr(kernel_times, 'in_turn', second_is_fastest)
   monkeypatch.setattr(kernel_times, 'MOST_CALLS', 1)
-  found, told = tune_kernels.tune(case, most=3, repeats=1, gain=0.1, interpret=True)
-  assert found is not None and found.microseconds == found.heuristic_microseconds / 2 and '0 do not' in told
-  assert tune_kernels.tune(case, most=2, repeats=1, gain=0.6, interpret=True)[0] is None
+  found = tune_kernels.tune(case, most=3, repeats=1, gain=0.1, interpret=True)
+  new, others, rows = found.row, {row().key: row()}, {row().key: row()}
+  assert new is not None and new.microseconds == new.heuristic_microseconds / 2 and '0 do not' in found.told
+  assert tune_kernels.put(found, rows) and rows == {new.key: new} | others
+  # Where the kernel's own tiles are as good, a row of an earlier search goes, and no other.
+  as_good = tune_kernels.tune(case, most=2, repeats=1, gain=0.6, interpret=True)
+  assert as_good.row is None and tune_kernels.put(as_good, rows) and rows == others
+  assert not tune_kernels.put(as_good, rows)
   assert not chosen, 'tiles that are given were not taken'
-  use(monkeypatch, found)
+  use(monkeypatch, new)
   jax.clear_caches()
   call, arguments = kernel_cases.program(case, interpret=True)
   jax.eval_shape(call, *arguments)
-  assert [dataclasses.asdict(each) for each in chosen] == [found.tiles]
+  assert [dataclasses.asdict(each) for each in chosen] == [new.tiles]
 
 
 def test_tiles_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch):
@@ -186,5 +195,12 @@ def test_what_cannot_be_measured_is_refused(flag: str, says: str):
 ])  # fmt: skip
 def test_candidates_compute_the_same(case: Case):
   # `tune` compares them.
-  found, told = tune_kernels.tune(case, most=6, repeats=1, gain=1.0, interpret=True)
-  assert found is None and 'the fastest of 6 ' in told and told.endswith('0 do not compile')
+  found = tune_kernels.tune(case, most=6, repeats=1, gain=1.0, interpret=True)
+  assert found.row is None and 'the fastest of 6 ' in found.told and found.told.endswith('0 do not compile')
+
+
+def test_what_was_not_measured_leaves_its_row():
+  case, rows = Case('low_bit_matmul', 'nf4:block=64 float16', (16, 128, 256), 'tpu'), {row().key: row()}
+  found = tune_kernels.tune(case, most=2, repeats=1, gain=0.1, interpret=True)
+  assert 'no products in float16' in found.told
+  assert not tune_kernels.put(found, rows) and rows == {row().key: row()}
