@@ -122,9 +122,8 @@ class Case:
     """What the bytes of a weight of that format mean."""
     return kernels.layout_in(parse_scheme(self.scheme), self.shape[1])
 
-
   def multiplied(self) -> Layout:
-    """The layout that the kernel is given: on a TPU scales in 8 bits may be read back before the product."""
+    """The layout that a product is given: on a TPU scales in 8 bits may be read back before it."""
     layout, (tokens, _, outputs) = self.layout(), self.shape
     if self.kind != 'tpu':
       return layout

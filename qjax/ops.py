@@ -384,7 +384,7 @@ def matmul(x: jax.Array, w: Weight, policy: Policy, transposed: bool = False) ->
   `dot` is the door for layers; this is for a caller that goes on in the accumulator's dtype.
 
   Raises:
-    NotImplementedError: w is transposed and rests in few bits.
+    NotImplementedError: a transposed product with a weight in few bits.
     ValueError: x and w don't contract.
   """
   if transposed and isinstance(w, QTensor) and not w.scheme.numbers.is_float:
@@ -623,8 +623,7 @@ def dot(
   Args:
     x: [..., K].
     w: [K, N], plain, quantized or decomposed.
-    numerics: dtypes, kernels, and which projections have their inputs quantized. The adapter sees x
-      as it is.
+    numerics: dtypes, kernels, and which projections have their inputs quantized. The adapter sees x as it is.
     adapter: A, B and their scale; or several, with one for each index of the first axis of x, for which
       there is no gradient.
     bias: [N].
