@@ -12,8 +12,8 @@ makes the exit status 1; what a chip cannot do is refused before it is compiled,
 
 Without it, each kernel is timed beside XLA's way to do the same and, of products, beside a dense one in
 bfloat16, at sizes of a 7B model's decoding and training, with arguments that no cache holds, against ceilings
-measured at the same time. Errors are taken against float64; one that is too large makes the exit status 1. A
-machine with a CPU alone times what XLA makes of weights in few bits.
+measured at the same time. Errors of products are taken against float64, codes are compared with XLA's; what
+errs too much makes the exit status 1. A machine with a CPU alone times what XLA makes of weights in few bits.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from qjax.progress import Bar
 
 _COMPILE_ONLY = flags.DEFINE_bool('compile_only', False, 'Compile for the chips of --chip; time nothing.')
 _CHIP = flags.DEFINE_list('chip', ['v5e', 'v5p', 'v6e', 'sm80', 'sm89', 'sm90'], 'Names of chips.')
-_QUICK = flags.DEFINE_bool('quick', False, 'One shape a kernel.')
+_QUICK = flags.DEFINE_bool('quick', False, 'One shape a kernel; timed, the first format of each.')
 _KERNELS = flags.DEFINE_list('kernels', [], 'Only these kernels; all if empty.')
 _CPU = flags.DEFINE_bool('cpu', False, 'Time the CPU even where there is an accelerator.')
 _REPEATS = flags.DEFINE_integer('repeats', 20, 'Timed calls of each program, in turn.', lower_bound=1)

@@ -50,9 +50,9 @@ def _products(m: int, w: jax.Array, repeats: int) -> dict[str, float]:
   q, accum = quantize(w, 'nf4:block=64'), jnp.dtype('float32')
   programs = {}
   for dtype in ('bfloat16', 'float32'):
-    how = Numerics(policy(compute=dtype), 'xla')
+    how = policy(compute=dtype)
     x, dense = draw((m, w.shape[0]), dtype, 1), w.astype(dtype)
-    programs[f'nf4 {dtype}'] = bound(lambda x, q, how=how: ops.matmul(x, q, how.policy), x, q)
+    programs[f'nf4 {dtype}'] = bound(lambda x, q, how=how: ops.matmul(x, q, how), x, q)
     programs[f'dense {dtype}'] = bound(lambda x, w: ops.contract(x, w, ((1,), (0,)), accum), x, dense)
   return in_turn(programs, repeats)
 

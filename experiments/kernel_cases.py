@@ -46,9 +46,9 @@ WEIGHTS = (
   'nf2:block=64', 'int8:axis=channel',
 )  # fmt: skip
 QUANTIZED = ('nf4:block=64', 'int4:block=32', 'int8:axis=channel')
-LOW_BIT = ('low_bit_matmul', 'low_bit_matmul_transposed')
-# The first of them, with an adapter of that rank that is added in the same pass.
-ADAPTED, RANK = 'low_bit_matmul_adapted', 16
+LOW_BIT = low_bit_tiling.NAMES
+# The first of them, with an adapter of that rank and weight that is added in the same pass.
+ADAPTED, RANK, ALPHA = 'low_bit_matmul_adapted', 16, 2.0
 # By kernel: its formats, with the dtype of activations where it is not bfloat16.
 KERNELS = {
   **dict.fromkeys(LOW_BIT, (*WEIGHTS, 'nf4:block=64 float16')),
@@ -171,6 +171,12 @@ def obstacle(case: Case) -> str | None:
   return reason and f'{reason}; falls back to XLA'
 
 
+def both_scales(form: str, scales: tuple[Any, ...]) -> tuple[Any, Any]:
+  """Of the rows and of the columns of a product of integers: a gradient has one, as the codes of g do."""
+  row, column = {'nn': scales, 'nt': (*scales, None), 'tn': (None, *scales)}[form]
+  return row, column
+
+
 Program = tuple[Callable[..., Any], list[Any]]
 
 
@@ -194,10 +200,9 @@ def program(case: Case, **how: Any) -> Program:
       scale = DoubleQuantized(array((blocks, n), jnp.int8), step, array((1, 1), jnp.float32))
     dtype = jnp.dtype(case.dtype)
     x = array((m, n if case.kernel == LOW_BIT[1] else k), dtype)
+    given = case.multiplied() if 'tiles' in how else layout
     if case.kernel != ADAPTED:
       offset = [array((blocks, n), jnp.float32)] if layout.has_offsets else []
-
-      given = case.multiplied() if 'tiles' in how else layout
 
       def multiply(x: jax.Array, codes: jax.Array, scale: Any, offset: jax.Array | None = None) -> Any:
         scale = scale if given.double_quantized else read_scales(scale)
@@ -207,7 +212,8 @@ def program(case: Case, **how: Any) -> Program:
     factors = [array((m, RANK), dtype), array((RANK, n), dtype), array((RANK, k), dtype)]
 
     def add(x: jax.Array, codes: jax.Array, scale: Any, low: jax.Array, b: jax.Array, a: jax.Array) -> Any:
-      return product(x, codes, scale, None, layout, adapter=LowRank(low, b, 2.0, a), **how)
+      scale = scale if given.double_quantized else read_scales(scale)
+      return product(x, codes, scale, None, given, adapter=LowRank(low, b, ALPHA, a), **how)
 
     return add, [x, codes, scale, *factors]
   if case.kernel == 'int8_matmul':
@@ -216,12 +222,10 @@ def program(case: Case, **how: Any) -> Program:
     }[case.format]  # fmt: skip
     matmul = (int8_tpu if is_tpu else int8_gpu).matmul
     scales = [array((rows, 1), jnp.float32), array((1, columns), jnp.float32)]
-    # Both scales serve the product; a gradient has one, along the axis that its codes' scale lies on.
     held = {'nn': scales, 'nt': scales[:1], 'tn': scales[1:]}[case.format]
 
     def call(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-      row, column = {'nn': scales, 'nt': (*scales, None), 'tn': (None, *scales)}[case.format]
-      return matmul(a, b, row, column, form=case.format, **how)
+      return matmul(a, b, *both_scales(case.format, scales), form=case.format, **how)
 
     return call, [array(a, jnp.int8), array(b, jnp.int8), *held]
   if case.kernel == dispatch.GROUPED_ADAPTER:
@@ -270,7 +274,7 @@ class Panel:
     return np.prod(np.minimum(block, size - self.places * block), axis=1, dtype=np.int64) * self.itemsize
 
 
-def _calls(jaxpr: Any) -> Iterator[Any]:
+def pallas_calls(jaxpr: Any) -> Iterator[Any]:
   """Every Pallas call in a program."""
   for equation in jaxpr.eqns:
     if equation.primitive.name == 'pallas_call':
@@ -279,7 +283,7 @@ def _calls(jaxpr: Any) -> Iterator[Any]:
     for value in equation.params.values():
       inner = getattr(value, 'jaxpr', value)
       if hasattr(inner, 'eqns'):
-        yield from _calls(inner)
+        yield from pallas_calls(inner)
 
 
 def _programs(grid: tuple[int, ...], is_tpu: bool) -> np.ndarray:
@@ -406,7 +410,7 @@ def traffic(case: Case) -> dict[str, Any]:
   chip, found = case.target, dict.fromkeys(('bytes_moved', 'bytes_least', 'vmem_bytes'), 0)
   if scales := _scales_read_first(case):
     found['bytes_moved'], found['bytes_least'] = 5 * scales, -3 * scales
-  for equation in _calls(jax.make_jaxpr(call)(*arguments).jaxpr):
+  for equation in pallas_calls(jax.make_jaxpr(call)(*arguments).jaxpr):
     is_tpu = chip.kind == 'tpu'
     if case.kernel in (*LOW_BIT, ADAPTED) and not is_tpu:
       panels = _from_tiles(case, equation)

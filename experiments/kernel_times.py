@@ -19,9 +19,9 @@ from experiments.kernel_cases import ADAPTED, LOW_BIT, RANK, WEIGHTS, Case
 from pallas_kernels import dispatch, target
 from pallas_kernels.grouped_adapter import reference as grouped_reference
 from pallas_kernels.int8_matmul import reference as int8_reference
-from pallas_kernels.low_bit_matmul.reference import LowRank
 from pallas_kernels.quantize import reference as quantize_reference
 from qjax import kernels, ops
+from qjax.errors import UserError
 from qjax.progress import Bar
 from qjax.quant import activations
 from qjax.quant.qtensor import QTensor, dequantize, quantize
@@ -31,7 +31,7 @@ Call = tuple[Function, tuple[Any, ...]]
 # Bytes that no cache holds, the most calls of one program, and how many of it are started before one is
 # waited for.
 COLD, MOST_CALLS, TOGETHER = 2**28, 32, 4
-# Rows of a product whose errors are taken.
+# Rows of a result whose errors are taken.
 CHECKED = 64
 ACCUM = jnp.dtype('float32')
 
@@ -108,7 +108,7 @@ def draw(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
 
 
 def drawn(case: Case, arguments: list[Any]) -> list[Any]:
-  """Numbers for arguments given by shape and dtype: any codes, floats near 1, and the adapter of each row."""
+  """Numbers for arguments given by shape and dtype: any codes, normal floats, and the adapter of each row."""
   random = np.random.default_rng(0)
 
   def one(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -145,17 +145,26 @@ def cases(platform: str, is_quick: bool, names: list[str]) -> list[Case]:
 
 
 def measure_all(repeats: int, is_quick: bool, names: list[str]) -> dict[str, Any]:
-  """Kernel, XLA with the dequantized weight, and dense bfloat16, with errors, for every kernel."""
-  todo = cases(dispatch.target_platform(), is_quick, names)
+  """Rows of `measure`, the ceilings, and why kernels are refused, for what `cases` has.
+
+  Raises:
+    UserError: there is no TPU or NVIDIA GPU here.
+  """
+  platform = dispatch.target_platform()
+  if platform not in ('tpu', 'gpu'):
+    raise UserError(f'there is no TPU or NVIDIA GPU here, only a {platform}; --cpu times the CPU')
+  todo = cases(platform, is_quick, names)
   top = ceilings(repeats)
-  rows = []
+  rows, refused = [], {}
   with Bar('timing', len(todo)) as bar:
     for index, case in enumerate(todo):
       bar.advance(index, f'{case.kernel} {case.format}')
-      if kernel_cases.why_not(case, target.device().device_kind) is None:
+      if reason := kernel_cases.why_not(case, target.device().device_kind):
+        refused[f'{case.kernel} {case.format}'] = reason
+      else:
         rows.append(measure(case, repeats, top))
     bar.advance(len(todo))
-  return {'device': jax.devices()[0].device_kind, 'ceilings': top, 'rows': rows}
+  return {'device': jax.devices()[0].device_kind, 'ceilings': top, 'rows': rows, 'refused': refused}
 
 
 def measure(case: Case, repeats: int, top: Mapping[str, float], **how: Any) -> dict[str, Any]:
@@ -167,78 +176,41 @@ def measure(case: Case, repeats: int, top: Mapping[str, float], **how: Any) -> d
     top: of `ceilings`.
     how: passed on to the kernel.
   """
-  contest = _CONTESTS[case.kernel](case, **how)
+  found = contest(case, **how)
   programs, calls = {}, {}
-  for name, (function, arguments) in contest.programs.items():
+  for name, (function, arguments) in found.programs.items():
     copies = copied(arguments)
     programs[name], calls[name] = cold(function, copies), len(copies)
   result = programs['kernel']()[0]
-  error = contest.error(result)
+  error = found.error(result)
   seconds = {name: each / calls[name] for name, each in in_turn(programs, repeats, TOGETHER).items()}
-  least = nbytes(contest.programs['kernel'][1]) + nbytes(result)
+  least = nbytes(found.programs['kernel'][1]) + nbytes(result)
   return {
     'kernel': case.kernel, 'format': case.format, 'shape': list(case.shape),
     'milliseconds': {name: 1e3 * each for name, each in seconds.items()},
-    'error': error, 'is_right': error <= contest.limit,
+    'error': error, 'is_right': error <= found.limit,
     'share_of_bandwidth': least / seconds['kernel'] / top['bytes'],
     'share_of_bfloat16_flops': case.operations / seconds['kernel'] / top['flops'],
   }  # fmt: skip
 
 
-def _worst(found: jax.Array, exact: np.ndarray) -> float:
-  """The largest error over the root mean square of the exact result, which may be the first rows alone."""
-  worst = np.max(np.abs(np.asarray(found[: len(exact)], np.float64) - exact))
-  return float(worst / np.sqrt(np.mean(exact**2)))
+def _rows(count: int) -> np.ndarray:
+  """Which rows of so many are checked: some all over the result, so that each adapter has a few."""
+  return np.unique(np.linspace(0, count - 1, CHECKED).astype(np.int64))
 
 
 def _wide(x: jax.Array) -> np.ndarray:
   return np.asarray(x, np.float64)
 
 
-# A few times the error of a weight, or of x·A, that is rounded to bfloat16.
-ROUNDED = 2.0**-6
+def _worst(found: jax.Array, exact: np.ndarray) -> float:
+  """The largest error of the checked rows over the root mean square of the exact ones."""
+  checked = _wide(np.asarray(found)[_rows(len(found))])
+  return float(np.max(np.abs(checked - exact)) / np.sqrt(np.mean(exact**2)))
 
 
-def _low_bit(case: Case, **how: Any) -> Contest:
-  """A product with a weight in few bits, or with its transpose, or with an adapter."""
-  m, k, n = case.shape
-  is_transposed, is_adapted = case.kernel == LOW_BIT[1], case.kernel == ADAPTED
-  w = jax.jit(quantize, static_argnums=1)(draw((k, n), 'float32'), case.scheme)
-  dense = dequantize(w, jnp.dtype('bfloat16'))
-  codes, scale, offset = kernels.arrays_of(w)
-  layout, axes = case.layout(), ((1,), (1 if is_transposed else 0,))
-  product = kernel_cases.implementation(case).products['matmul_transposed' if is_transposed else 'matmul']
-  x = draw((m, n if is_transposed else k), case.dtype, 1)
-  factors = (draw((RANK, k), x.dtype, 2), draw((RANK, n), x.dtype, 3)) if is_adapted else ()
-
-  def low(x: jax.Array, a: jax.Array) -> jax.Array:
-    return ops.contract(x, a, ((1,), (1,)), ACCUM).astype(x.dtype)
-
-  def by_kernel(x: jax.Array, codes: jax.Array, scale: Any, *factors: jax.Array) -> jax.Array:
-    if factors:
-      a, b = factors
-      return product(x, codes, scale, offset, layout, adapter=LowRank(low(x, a), b, 2.0, a), **how)
-    return product(x, codes, scale, offset, layout, **how)
-
-  def plain(x: jax.Array, w: jax.Array | QTensor, *factors: jax.Array) -> jax.Array:
-    w = dequantize(w, x.dtype) if isinstance(w, QTensor) else w
-    y = ops.contract(x, w, axes, ACCUM)
-    return y + 2 * ops.contract(low(x, factors[0]), factors[1], ((1,), (0,)), ACCUM) if factors else y
-
-  def error(found: jax.Array) -> float:
-    wide = _wide(dequantize(w))
-    exact = _wide(x[:CHECKED]) @ (wide.T if is_transposed else wide)
-    if factors:
-      a, b = map(_wide, factors)
-      exact = exact + 2 * (_wide(x[:CHECKED]) @ a.T) @ b
-    return _worst(found, exact)
-
-  programs: dict[str, Call] = {
-    'kernel': (by_kernel, (x, codes, scale, *factors)),
-    'xla': (plain, (x, w, *factors)),
-    'dense': (plain, (x, dense.astype(x.dtype), *factors)),
-  }
-  return Contest(programs, error, ROUNDED)
+# Two to three times the error, over the root mean square, of weights or of x·A rounded to bfloat16.
+ROUNDED = 2.0**-5
 
 
 def _given(case: Case, **how: Any) -> Call:
@@ -247,47 +219,107 @@ def _given(case: Case, **how: Any) -> Call:
   return call, tuple(drawn(case, arguments))
 
 
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+  """x so small that what an adapter adds is as large as what it is added to, and hides no error."""
+  return (x.astype(jnp.float32) * np.float32(factor)).astype(x.dtype)
+
+
+def _low_bit(case: Case, **how: Any) -> Contest:
+  """A product with a weight in few bits, or with its transpose, or with an adapter."""
+  m, k, n = case.shape
+  is_transposed, is_adapted = case.kernel == LOW_BIT[1], case.kernel == ADAPTED
+  call, _ = kernel_cases.program(case, **how)
+  w = jax.jit(quantize, static_argnums=1)(draw((k, n), 'float32'), case.scheme)
+  x = draw((m, n if is_transposed else k), case.dtype, 1)
+  weight = tuple(each for each in kernels.arrays_of(w) if each is not None)
+  factors: tuple[jax.Array, ...] = ()
+  if is_adapted:
+    b = _scaled(draw((RANK, n), x.dtype, 3), RANK**-0.5 / kernel_cases.ALPHA)
+    factors = draw((RANK, k), x.dtype, 2), b
+  axes = ((1,), (1 if is_transposed else 0,))
+
+  def low(x: jax.Array, a: jax.Array) -> jax.Array:
+    return ops.contract(x, a, ((1,), (1,)), ACCUM).astype(x.dtype)
+
+  def by_kernel(x: jax.Array, weight: tuple[Any, ...], *factors: jax.Array) -> jax.Array:
+    if factors:
+      a, b = factors
+      return call(x, *weight, low(x, a), b, a)
+    return call(x, *weight)
+
+  def plain(x: jax.Array, w: jax.Array | QTensor, *factors: jax.Array) -> jax.Array:
+    w = dequantize(w, x.dtype) if isinstance(w, QTensor) else w
+    y = ops.contract(x, w, axes, ACCUM)
+    if factors:
+      a, b = factors
+      y = y + kernel_cases.ALPHA * ops.contract(low(x, a), b, ((1,), (0,)), ACCUM)
+    return y
+
+  def error(found: jax.Array) -> float:
+    wide, given = _wide(dequantize(w)), _wide(x)[_rows(m)]
+    exact = given @ (wide.T if is_transposed else wide)
+    if factors:
+      a, b = map(_wide, factors)
+      exact = exact + kernel_cases.ALPHA * (given @ a.T) @ b
+    return _worst(found, exact)
+
+  programs: dict[str, Call] = {
+    'kernel': (by_kernel, (x, weight, *factors)),
+    'xla': (plain, (x, w, *factors)),
+    'dense': (plain, (x, dequantize(w, x.dtype), *factors)),
+  }
+  return Contest(programs, error, ROUNDED)
+
+
 def _integers(case: Case, **how: Any) -> Contest:
   call, arguments = _given(case, **how)
   first, second = int8_reference.FORMS[case.format]
 
   def by_xla(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-    row, column = {'nn': scales, 'nt': (*scales, None), 'tn': (None, *scales)}[case.format]
-    return int8_reference.matmul(a, b, row, column, form=case.format)
+    return int8_reference.matmul(a, b, *kernel_cases.both_scales(case.format, scales), form=case.format)
 
   def dense(a: jax.Array, b: jax.Array) -> jax.Array:
     return ops.contract(a, b, ((first,), (second,)), ACCUM)
 
   def error(found: jax.Array) -> float:
-    a, b, *scales = map(np.asarray, arguments)
-    a, b = (a if first else a.T)[:CHECKED], b.T if second else b
-    exact = a.astype(np.float64) @ b.astype(np.float64)
+    """Relative, of each number; one that should be zero must be."""
+    a, b, *scales = map(_wide, arguments)
+    a, rows = (a if first else a.T), _rows(len(found))
+    exact = a[rows] @ (b.T if second else b)
     for scale in scales:
-      exact = exact * (scale[:CHECKED] if scale.shape[1] == 1 else scale)
-    return _worst(found, exact)
+      exact = exact * (scale[rows] if scale.shape[1] == 1 else scale)
+    difference = np.abs(_wide(np.asarray(found)[rows]) - exact)
+    return float(np.max(np.where(difference == 0, 0, difference / np.maximum(np.abs(exact), 2.0**-126))))
 
   floats = tuple(each.astype(jnp.bfloat16) for each in arguments[:2])
   programs = {'kernel': (call, arguments), 'xla': (by_xla, arguments), 'dense': (dense, floats)}
-  # Three roundings to float32 of the largest of many sums.
-  return Contest(programs, error, 2.0**-19)
+  # Roundings to float32: of the sum, and of its products with two scales.
+  return Contest(programs, error, 3.001 * 2.0**-24)
 
 
 def _adapters(case: Case, **how: Any) -> Contest:
-  call, arguments = _given(case, **how)
+  call, (y, x, a, b, scale, of_row) = _given(case, **how)
+  sizes = case.sizes()
+  a, b = _scaled(a, sizes.inputs**-0.5), _scaled(b, sizes.rank**-0.5)
+  arguments = y, x, a, b, scale, of_row
 
   def error(found: jax.Array) -> float:
-    y, x, a, b, scale, of_row = (np.asarray(each[:CHECKED], np.float64) for each in arguments)
-    own = of_row.astype(np.int64)
-    low = np.einsum('mk,mrk->mr', x, a[own])
-    return _worst(found, y + scale[own, None] * np.einsum('mr,mrn->mn', low, b[own]))
+    rows = _rows(len(found))
+    own = np.asarray(of_row)[rows]
+    low = np.einsum('mk,mrk->mr', _wide(x)[rows], _wide(a)[own])
+    added = np.einsum('mr,mrn->mn', low, _wide(b)[own])
+    return _worst(found, _wide(y)[rows] + _wide(scale)[own, None] * added)
 
   programs = {'kernel': (call, arguments), 'xla': (grouped_reference.add, arguments)}
-  # The rows with the largest scale err the most, and are few.
-  return Contest(programs, error, 2 * ROUNDED)
+  return Contest(programs, error, ROUNDED)
 
 
 def _quantizer(case: Case, **how: Any) -> Contest:
-  """What quantizes; its error is the share of codes that differ from XLA's, as one between two may."""
+  """What quantizes; codes and scales are compared with XLA's.
+
+  Its error is the share of codes that differ, as one halfway between two may where a division errs in the
+  last bit, or the largest relative difference of scales.
+  """
   call, arguments = _given(case, **how)
 
   def by_xla(x: jax.Array) -> Any:
@@ -297,14 +329,19 @@ def _quantizer(case: Case, **how: Any) -> Contest:
     return w.codes, w.scales
 
   def error(found: Any) -> float:
-    codes, _ = by_xla(*arguments)
-    return float(jnp.mean(found[0] != codes))
+    (codes, scale), (wanted, wanted_scale) = (map(np.asarray, each) for each in (found, by_xla(*arguments)))
+    return max(float(np.mean(codes != wanted)), float(np.max(np.abs(scale / wanted_scale - 1))))
 
   return Contest({'kernel': (call, arguments), 'xla': (by_xla, arguments)}, error, 1e-4)
 
 
 def _rounding(case: Case, **how: Any) -> Contest:
-  """To bfloat16, at random; its error is relative: 2^7 numbers lie from one power of two to the next."""
+  """To bfloat16 at random, as many steps of which lie below each number as above it on average.
+
+  In steps, the error is at most 1, 0 in the mean, and 1/6 in the mean of squares, as that of a number that
+  lies anywhere between two is; nearest would have 1/12, and cutting off a mean of -1/2. Its share of the
+  limit is what is told: for the means a 100th and a 20th of a step, which thousands of numbers keep.
+  """
   call, arguments = _given(case, **how)
 
   def by_xla(x: jax.Array, seed: jax.Array) -> jax.Array:
@@ -312,10 +349,13 @@ def _rounding(case: Case, **how: Any) -> Contest:
     return quantize_reference.stochastic_round(x, bits)
 
   def error(found: jax.Array) -> float:
-    x = arguments[0]
-    return float(jnp.max(jnp.abs(found.astype(jnp.float32) - x) / jnp.abs(x)))
+    x = _wide(arguments[0])
+    steps = 2.0 ** (np.frexp(x)[1] - 8)
+    errors = (np.abs(_wide(found)) - np.abs(x)) / steps
+    means = 100 * abs(np.mean(errors)), 20 * abs(np.mean(errors**2) - 1 / 6)
+    return float(np.max([np.max(np.abs(errors)), *means]))
 
-  return Contest({'kernel': (call, arguments), 'xla': (by_xla, arguments)}, error, 2.0**-7)
+  return Contest({'kernel': (call, arguments), 'xla': (by_xla, arguments)}, error, 1.0)
 
 
 _CONTESTS: dict[str, Callable[..., Contest]] = {
@@ -325,6 +365,11 @@ _CONTESTS: dict[str, Callable[..., Contest]] = {
   **dict.fromkeys(('quantize_weight', dispatch.TOKENS), _quantizer),
   'stochastic_round': _rounding,
 }
+
+
+def contest(case: Case, **how: Any) -> Contest:
+  """A kernel and what it stands beside; `how` is passed on to the kernel."""
+  return _CONTESTS[case.kernel](case, **how)
 
 
 def table(found: dict[str, Any]) -> str:
@@ -347,4 +392,5 @@ def table(found: dict[str, Any]) -> str:
       f'{row["share_of_bandwidth"]:>7.0%} {row["share_of_bfloat16_flops"]:>6.0%} {row["error"]:>8.1e}'
       f'{"" if row["is_right"] else "  WRONG"}'
     )
+  lines += [f'{name} is not timed: {reason}' for name, reason in found['refused'].items()]
   return '\n'.join(lines)

@@ -12,7 +12,7 @@ counted. Without an accelerator the command refuses.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,9 +66,11 @@ def main(argv: list[str]) -> int:
     for kernel in _KERNELS.value or APART
     for each in (_FORMATS.value if kernel in LOW_BIT else kernel_cases.KERNELS[kernel]) for shape in shapes
   ]  # fmt: skip
+  searched: set[tuned.Key] = set()
   with Bar('tuning', len(cases)) as bar:
     for index, case in enumerate(cases):
-      found = tune(case, _MOST.value, _REPEATS.value, _GAIN.value)
+      found = tune(case, _MOST.value, _REPEATS.value, _GAIN.value, searched)
+      searched |= {found.key} if found.key else set()
       print(f'{case.kernel} {case.format} {"x".join(map(str, case.shape))}: {found.told}')
       if put(found, rows):
         tuned.write(rows, path)
@@ -124,7 +126,10 @@ def put(found: Found, rows: dict[tuned.Key, tuned.Row]) -> bool:
   return found.key is not None and rows.pop(found.key, None) is not None
 
 
-def tune(case: Case, most: int, repeats: int, gain: float, interpret: bool = False) -> Found:
+def tune(
+  case: Case, most: int, repeats: int, gain: float, searched: Container[tuned.Key] = (),
+  interpret: bool = False,
+) -> Found:  # fmt: skip
   """Times the ways to cut a product.
 
   Args:
@@ -132,6 +137,8 @@ def tune(case: Case, most: int, repeats: int, gain: float, interpret: bool = Fal
     most: candidates.
     repeats: timed calls of each.
     gain: share of time that a row must save.
+    searched: keys of products that this run has timed: other tokens may have the same row, and so may other
+      formats, whose scales are read before the kernel.
     interpret: run on a CPU, which shows that all works and times nothing of use.
 
   Raises:
@@ -140,6 +147,8 @@ def tune(case: Case, most: int, repeats: int, gain: float, interpret: bool = Fal
   if (reason := kernel_cases.why_not(case, target.device().device_kind)) is not None:
     return Found(reason)
   product, tried = _cuts(case)
+  if (key := tuned.key(product)) in searched:
+    return Found('has the row of a product above')
   copies = kernel_times.copied(tuple(kernel_times.drawn(case, kernel_cases.program(case)[1])))
   programs, failed, wanted, why = {}, 0, None, ''
   for tiles in tried[:most]:
@@ -156,11 +165,12 @@ def tune(case: Case, most: int, repeats: int, gain: float, interpret: bool = Fal
     programs[tiles] = program
   if tried[0] not in programs:
     return Found(f'its own tiles do not compile: {tried[0]}: {why}')
-  seconds = kernel_times.in_turn({str(tiles): each for tiles, each in programs.items()}, repeats)
+  seconds = kernel_times.in_turn(
+    {str(tiles): each for tiles, each in programs.items()}, repeats, kernel_times.TOGETHER
+  )
   best = min(programs, key=lambda tiles: seconds[str(tiles)])
   own, least = (seconds[str(tiles)] / len(copies) for tiles in (tried[0], best))
   told = f'{1e6 * own:.1f} us, the fastest of {len(programs)} {1e6 * least:.1f} us; {failed} do not compile'
-  key = tuned.key(product)
   if least > (1 - gain) * own:
     return Found(told, key)
   return Found(told, key, tuned.Row(*key, dataclasses.asdict(best), 1e6 * least, 1e6 * own))

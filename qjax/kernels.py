@@ -80,7 +80,7 @@ def summary(ways: Mapping[str, Any]) -> str:
 
 # The name of a kernel in a line of a compiled program that calls it: on a TPU, and by Triton.
 _CALL = re.compile(
-  r'%(\w+?)[.\d]* = .*custom_call_target="tpu_custom_call"'
+  r'%(\w+)(?:\.[\w.]*)? = .*custom_call_target="tpu_custom_call"'
   r'|custom_call_target="__gpu\$xla\.gpu\.triton".* name = "(\w+)"'
 )
 

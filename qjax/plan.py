@@ -276,7 +276,7 @@ def _tiled(value: Value) -> int:
 
 
 def compile_for(program: train.Program) -> dict[str, Any]:
-  """What the compiler reserves for the step on the devices of the program's mesh, in bytes, as JSON.
+  """What the compiler reserves for the step on the devices of the program's mesh, in bytes, and its calls.
 
   A program that does not fit is an answer, too: 'needed_bytes' is then what the compiler says it needs, and
   the sizes are missing.

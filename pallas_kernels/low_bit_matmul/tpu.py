@@ -363,7 +363,7 @@ def _call(
       transcendentals=0,
     ),
     interpret=interpret,
-    name='low_bit_matmul_transposed' if transposed else 'low_bit_matmul',
+    name=tiling.NAMES[transposed],
   )(*x, *factors, *operands)
 
 

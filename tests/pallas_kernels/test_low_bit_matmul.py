@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from experiments import kernel_cases
 from pallas_kernels import dispatch
 from pallas_kernels.low_bit_matmul import gpu, reference, tiling, tpu
 from pallas_kernels.low_bit_matmul import layout as layouts
@@ -175,6 +177,12 @@ class TestTPU(Contract):
     # Of a product whose sizes no other test has: one that was traced before would not ask.
     monkeypatch.setattr(tiling, 'reads_scales_first', lambda *args: True)
     self.check('nf4:block=64,dq', (9, 219, 37), 'float32')
+    q = quantize(draw(219, 37), 'nf4:block=64,dq')
+    codes, scale, offset, layout = raw(q)
+    for name, given in (('matmul', draw(10, 219)), ('matmul_transposed', draw(10, 37))):
+      product = partial(self.products[name], offset=offset, layout=layout)
+      (call,) = kernel_cases.pallas_calls(jax.make_jaxpr(product)(given, codes, scale).jaxpr)
+      assert {each.aval.dtype.name for each in call.invars} == {'float32', 'uint8'}
 
   def test_all_rows_of_a_tall_tile_are_multiplied(self):
     assert tiling.choose(512, 128, raw(quantize(draw(128, 128), 'nf4:block=64'))[-1], 4, False).tokens == 512

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.low_bit_matmul.layout import Layout
 from pallas_kernels.quantize import gpu, reference, tpu
+from qjax import kernels
 from qjax.precision import stochastic_round
 from qjax.quant import activations, fake
 from qjax.quant.formats import parse_scheme
@@ -28,9 +29,7 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
 
 
 def layout_of(scheme: str, inputs: int) -> Layout:
-  parsed = parse_scheme(scheme)
-  numbers = parsed.numbers
-  return Layout(inputs, parsed.block_of(inputs), numbers.bits, numbers.levels, numbers.bias)
+  return kernels.layout_in(parse_scheme(scheme), inputs)
 
 
 def of(name: str, function: str) -> Callable[..., Any]:
@@ -76,10 +75,9 @@ class TestContract:
     assert np.isnan(read[1:3]).all() and np.isfinite(read[[0, 3]]).all()
 
   def test_codes_that_no_kernel_packs_are_refused(self, name: str):
-    for scheme, says in (('int3:block=32', '3 bits'), ('int4:block=32', 'offset')):
+    refused = ('int3:block=32', '3 bits'), ('int4:block=32,asym', 'offset'), ('int8:block=32,asym', 'offset')
+    for scheme, says in refused:
       layout = layout_of(scheme, 64)
-      if says == 'offset':
-        layout = Layout(64, 32, 4, None, 0)
       with pytest.raises(NotImplementedError, match=says):
         of(name, 'weight')(draw(64, 8), layout)
 
