@@ -27,11 +27,13 @@ from pallas_kernels.quantize import tpu as quantize_tpu
 KERNELS = {
   'xla': "XLA's own products; a weight in few bits is decoded first",
   'pallas': 'the kernel of the platform that the program is compiled for',
-  'pallas_tpu': 'the TPU kernel, whatever the platform',
-  'pallas_gpu': 'the Triton kernel for NVIDIA GPUs, whatever the platform',
-  'pallas_interpret': "the platform's kernel, on a CPU the TPU's, interpreted, which is slow and for tests",
+  'pallas_tpu': 'the TPU kernel, where a TPU is compiled for',
+  'pallas_gpu': 'the Triton kernel, where an NVIDIA GPU is compiled for',
+  'pallas_interpret': "the TPU's kernel, interpreted on a CPU, which is slow and for tests",
 }
 INTERPRETED = 'pallas_interpret'
+# Where a name can run at all; the others can anywhere.
+PLATFORMS = {'pallas': ('tpu', 'gpu'), 'pallas_tpu': ('tpu',), 'pallas_gpu': ('gpu',), INTERPRETED: ('cpu',)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,7 @@ GROUPED_ADAPTER = 'grouped_adapter'
 
 TABLE = (
   Implementation(
-    LOW_BIT, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'), lambda layout, kind: low_bit_tpu.obstacle(layout),
+    LOW_BIT, 'pallas_tpu', 'tpu', ('bfloat16', 'float32'), low_bit_tpu.obstacle,
     {'matmul': low_bit_tpu.matmul, 'matmul_transposed': low_bit_tpu.matmul_transposed},
   ),
   Implementation(
@@ -138,6 +140,19 @@ def target_platform() -> str:
   return 'gpu' if platform == 'cuda' else platform
 
 
+class Unserved(NotImplementedError):
+  """A kernel was asked for by name and can't serve; says why, and what does."""
+
+
+def unavailable(kernels: str, platform: str) -> str | None:
+  """Why no kernel of that name runs on a platform of `target_platform`, None if some may."""
+  able = PLATFORMS.get(kernels, (platform,))
+  if platform in able:
+    return None
+  devices = {'tpu': 'a TPU', 'gpu': 'an NVIDIA GPU', 'cpu': 'a CPU', 'rocm': 'a GPU of AMD'}
+  return f'it runs on {" or ".join(devices[each] for each in able)}, not on {devices.get(platform, platform)}'
+
+
 def explain(
   op: str, kernels: str, layout: Any, dtype: Any, obstacle: str | None = None, platform: str | None = None,
   is_demand: bool = True,
@@ -154,12 +169,12 @@ def explain(
     is_demand: whether a kernel that is asked for by name has to serve, rather than leave it to XLA.
 
   Raises:
-    NotImplementedError: a kernel was asked for by name and can't serve; says why, and what does.
+    Unserved: a kernel was asked for by name and can't serve.
   """
   found = _found(op, kernels, layout, dtype, obstacle, platform)
   if isinstance(found, Choice) or kernels in ('auto', 'xla') or not is_demand:
     return found
-  raise NotImplementedError(
+  raise Unserved(
     f"kernels = {kernels!r}: {found}; use kernels = 'auto' or 'xla', which multiply by XLA's own product"
   )
 
@@ -181,8 +196,8 @@ def _found(
   rows = [row for row in TABLE if row.op == op]
   if kernels in ('pallas_tpu', 'pallas_gpu'):
     rows = [row for row in rows if row.name == kernels]
-    if platform == 'rocm':
-      return 'the kernels are for TPUs and NVIDIA GPUs, not for one of AMD'
+    if reason := unavailable(kernels, platform):
+      return reason
   else:
     is_simulated = kernels == INTERPRETED and platform == 'cpu'
     rows = [row for row in rows if row.platform == ('tpu' if is_simulated else platform)]

@@ -14,6 +14,11 @@ FEWEST_RANK = 8
 PROGRAMS = 256
 
 
+def is_before_v5(device_kind: str) -> bool:
+  """Whether that is a TPU of a generation with 16 MiB of vector memory, and without products of int8."""
+  return any(name in device_kind.lower() for name in ('v2', 'v3', 'v4'))
+
+
 def sublanes(itemsize: int) -> int:
   """Rows of a register of a TPU, for elements of so many bytes: 8 of float32, 16 of bfloat16, 32 of int8."""
   return 32 // itemsize

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from pallas_kernels import dispatch
 from qjax import (
   adapters,
   checkpoint,
@@ -498,6 +499,9 @@ def _program(fields: Fields, source: Source, devices: list[jax.Device] | None = 
   spec = pipeline.DataSpec(fields.batch_size, d.seq_len, fields.seed, d.pack, d.template, d.too_long)  # type: ignore[arg-type]
   axes = sharding.MeshSpec(fields.mesh.data, fields.mesh.fsdp, fields.mesh.tensor)
   mesh = sharding.make_mesh(axes, devices)
+  with jax.set_mesh(mesh):
+    if reason := dispatch.unavailable(fields.kernels, dispatch.target_platform()):
+      raise UserError(f"config.kernels = {fields.kernels!r}: {reason}; use 'auto' or 'xla'")
   shards = mesh.shape['data'] * mesh.shape['fsdp']
   rows, left = divmod(fields.batch_size, shards)
   if left:

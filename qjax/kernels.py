@@ -31,6 +31,8 @@ from qjax import sharding
 from qjax.quant.formats import Scheme
 from qjax.quant.qtensor import DQ_GROUP, DoubleQuantized, QTensor, per_column
 
+Unserved = dispatch.Unserved
+
 # By (path of a weight, product), what computes it.
 Notes = dict[tuple[str, str], set[str]]
 _NOTES: ContextVar[Notes | None] = ContextVar('notes', default=None)
@@ -105,12 +107,16 @@ def is_split() -> bool:
 
 
 def layout_in(scheme: Scheme, inputs: int) -> Layout:
-  """What the bytes of a weight [inputs, N] in a scheme mean, as kernels take it."""
+  """What the bytes of a weight [inputs, N] in a scheme mean, as kernels take it.
+
+  Scales in 8 bits stay so where each output has its own; those of a tile are read back first.
+  """
   numbers = scheme.numbers
+  stay = scheme.double_quantized and scheme.granularity == 'block'
   return Layout(
     inputs, scheme.block_of(inputs), numbers.bits, numbers.levels,
     bias=0 if scheme.asymmetric else numbers.bias,
-    double_quantized=scheme.double_quantized, has_offsets=scheme.asymmetric,
+    double_quantized=stay, has_offsets=scheme.asymmetric,
   )  # fmt: skip
 
 
@@ -120,14 +126,14 @@ def layout_of(w: QTensor) -> Layout:
 
 
 def arrays_of(w: QTensor) -> tuple[jax.Array, Scales, jax.Array | None]:
-  """Codes, scales and offsets of w [K, N] in few bits, as kernels take them: scales in 8 bits stay so.
+  """Codes, scales and offsets of w [K, N] in few bits, as its layout says that kernels take them.
 
   A weight in 16-bit floats has no scales, and none of these.
   """
   offset = None if w.offset is None else per_column(w.offset, w.scheme, w.shape[-1])
-  if not isinstance(w.scale, DoubleQuantized):
+  if not layout_of(w).double_quantized:
     return w.codes, per_column(w.scales, w.scheme, w.shape[-1]), offset
-  assert layouts.GROUP == DQ_GROUP
+  assert layouts.GROUP == DQ_GROUP and isinstance(w.scale, DoubleQuantized)
   scale = layouts.DoubleQuantized(w.scale.codes, w.scale.step, w.scale.offset.reshape(1, 1))
   return w.codes, scale, offset
 

@@ -78,7 +78,7 @@ class Numerics:
   def __post_init__(self) -> None:
     if self.kernels not in ('auto', *dispatch.KERNELS):
       raise UserError(
-        f'kernels = {self.kernels!r} is not available; there are auto, {", ".join(dispatch.KERNELS)}'
+        f'kernels = {self.kernels!r} is not available{nearest(self.kernels, ("auto", *dispatch.KERNELS))}'
       )
     if self.integer not in integers.INTEGER:
       raise UserError(f'integer = {self.integer!r} is not known{nearest(self.integer, integers.INTEGER)}')

@@ -130,6 +130,9 @@ def compile_step(
   """Compiles the step for these arguments (arrays or shapes); the state's buffers are donated.
 
   `is_quantizing` is False for the steps before `Course.start_step`.
+
+  Raises:
+    UserError: a kernel was asked for by name and can't serve this model.
   """
   start = time.monotonic()
   model = run.model if is_quantizing else run.model.clone(numerics=run.model.numerics.plain)
@@ -139,7 +142,10 @@ def compile_step(
       out_shardings=(state_shardings(run, state), NamedSharding(run.mesh, PartitionSpec())),
   )
   with kernels.noting() as notes:
-    lowered = jitted.lower(state, frozen, batch, key)
+    try:
+      lowered = jitted.lower(state, frozen, batch, key)
+    except kernels.Unserved as error:
+      raise UserError(f'config.{error}') from error
   executable = lowered.compile()
   seconds = time.monotonic() - start
   return Compiled(executable, executable.memory_analysis(), seconds, kernels.products(notes))

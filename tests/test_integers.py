@@ -215,7 +215,7 @@ class _Device:
 @pytest.mark.parametrize(('device', 'name', 'says'), [
   (_Device('tpu', 'TPU v4'), 'pallas', 'TPU v4 multiplies no integers'),
   (_Device('rocm', 'AMD Instinct MI300X'), 'pallas', 'no kernel of int8_matmul runs on a GPU of AMD'),
-  (_Device('gpu', 'AMD Instinct MI300X'), 'pallas_gpu', 'not for one of AMD'),
+  (_Device('gpu', 'AMD Instinct MI300X'), 'pallas_gpu', 'not on a GPU of AMD'),
   (_Device('cpu', 'cpu'), 'pallas', 'no kernel of int8_matmul runs on a cpu'),
 ])  # fmt: skip
 def test_a_device_that_cannot_is_named(
@@ -225,6 +225,18 @@ def test_a_device_that_cannot_is_named(
   with pytest.raises(NotImplementedError, match=f"kernels = '{name}': .*{says}.*use kernels = 'auto'"):
     told(name)
   assert any(says in way or 'of AMD' in way for ways in told('auto').values() for way in ways)
+
+
+@pytest.mark.parametrize(('device', 'name', 'says'), [
+  (_Device('cpu', 'cpu'), 'pallas_tpu', 'runs on a TPU, not on a CPU'),
+  (_Device('tpu', 'TPU v5 lite'), 'pallas_gpu', 'runs on an NVIDIA GPU, not on a TPU'),
+])  # fmt: skip
+def test_a_kernel_of_another_platform_is_refused(
+  device: _Device, name: str, says: str, monkeypatch: pytest.MonkeyPatch
+):
+  monkeypatch.setattr(target, 'device', lambda: device)
+  with pytest.raises(dispatch.Unserved, match=says):
+    told(name)
 
 
 @pytest.mark.parametrize(('device', 'platform'), [

@@ -77,7 +77,9 @@ def matmul(
   tiles: GpuTiling | None = None,
 ) -> jax.Array:
   """As `reference.matmul`, bit for bit; arguments and errors are those of `tpu.matmul`, but for its tiles."""
-  rows, columns, depth = size = reference.sizes(a.shape, b.shape, form)
+  rows, columns, depth = size = reference.sizes(a, b, row_scale, column_scale, form, dtype)
+  if not rows * columns:
+    return jnp.zeros((rows, columns), dtype)
   first, second = FORMS[form]
   tiles = tiles or tiling.choose_gpu(form, rows, columns, depth, jnp.dtype(dtype).itemsize)
   share = tiles.steps(depth) * tiles.depth

@@ -11,6 +11,8 @@ One product serves forward and backward; `FORMS` says which axes of the operands
 A scale lies along an axis of the result, never along the axis of the sum.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -22,20 +24,33 @@ FORMS = {'nn': (1, 0), 'nt': (1, 1), 'tn': (0, 0)}
 SAFE_TERMS = (2**31 - 1) // 127**2
 
 
-def sizes(a: tuple[int, ...], b: tuple[int, ...], form: str) -> tuple[int, int, int]:
+def sizes(
+  a: jax.Array, b: jax.Array, row_scale: jax.Array | None, column_scale: jax.Array | None, form: str,
+  dtype: Any,
+) -> tuple[int, int, int]:  # fmt: skip
   """Rows and columns of the result, and terms of a sum.
 
   Raises:
-    ValueError: shapes that don't contract, an unknown form, or sums that may exceed an int32.
+    ValueError: operands that are no codes or don't contract, an unknown form, sums that may exceed an int32,
+      or scales of another shape, or of sums that are to stay integers.
   """
   if form not in FORMS:
     raise ValueError(f'form = {form!r} is not known; there are {", ".join(FORMS)}')
   first, second = FORMS[form]
-  if len(a) != 2 or len(b) != 2 or a[first] != b[second]:
-    raise ValueError(f'a {a} and b {b} do not contract as {form!r}, over axes {first} and {second}')
-  if a[first] > SAFE_TERMS:
-    raise ValueError(f'a sum of {a[first]} products may exceed an int32, which holds {SAFE_TERMS}')
-  return a[1 - first], b[1 - second], a[first]
+  if a.ndim != 2 or b.ndim != 2 or a.shape[first] != b.shape[second]:
+    shapes = f'a {a.shape} and b {b.shape}'
+    raise ValueError(f'{shapes} do not contract as {form!r}, over axes {first} and {second}')
+  if {a.dtype, b.dtype} != {jnp.dtype('int8')}:
+    raise ValueError(f'a is {a.dtype} and b is {b.dtype}, where codes are int8')
+  rows, columns, terms = a.shape[1 - first], b.shape[1 - second], a.shape[first]
+  if terms > SAFE_TERMS:
+    raise ValueError(f'a sum of {terms} products may exceed an int32, which holds {SAFE_TERMS}')
+  for name, scale, wanted in (('row', row_scale, (rows, 1)), ('column', column_scale, (1, columns))):
+    if scale is not None and scale.shape not in (wanted, (1, 1)):
+      raise ValueError(f'{name}_scale is {list(scale.shape)}, not {list(wanted)} or [1, 1]')
+    if scale is not None and dtype == jnp.int32:
+      raise ValueError(f'int32 sums take no scales, and {name}_scale is given; ask for float32')
+  return rows, columns, terms
 
 
 def scaled(
@@ -72,7 +87,7 @@ def matmul(
     dtype: float32 or bfloat16; int32 for the sums themselves, which takes no scales.
 
   Raises:
-    ValueError: shapes that don't contract, an unknown form, or sums that may exceed an int32.
+    ValueError: as `sizes`.
   """
-  sizes(a.shape, b.shape, form)
+  sizes(a, b, row_scale, column_scale, form, dtype)
   return scaled(dot(a, b, FORMS[form]), row_scale, column_scale, dtype)

@@ -73,10 +73,7 @@ def _filled(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 def obstacle(device_kind: str) -> str | None:
   """Why the TPU of that `device_kind` can't run this, None if it can."""
-  generation = device_kind.lower()
-  if any(name in generation for name in ('v2', 'v3', 'v4')):
-    return f'{device_kind} multiplies no integers'
-  return None
+  return f'{device_kind} multiplies no integers' if hardware.is_before_v5(device_kind) else None
 
 
 @functools.partial(jax.jit, static_argnames=('form', 'dtype', 'interpret', 'tiles'))
@@ -105,7 +102,7 @@ def matmul(
   Raises:
     ValueError: as `reference.matmul`.
   """
-  given, columns, depth = reference.sizes(a.shape, b.shape, form)
+  given, columns, depth = reference.sizes(a, b, row_scale, column_scale, form, dtype)
   first, second = FORMS[form]
   itemsize = jnp.dtype(dtype).itemsize
   tiles = tiles or tiling.choose(form, given, columns, depth, itemsize)

@@ -251,8 +251,14 @@ def matmul(
     interpret: run on a CPU.
     tiles: how it is cut; None is `tiling.choose_gpu`.
     adapter: what is added to the product.
+
+  Raises:
+    ValueError: operands that do not belong together.
   """
+  layouts.check(x, codes, scale, offset, layout, transposed=False)
   outputs = codes.shape[1]
+  if not x.shape[0]:
+    return jnp.zeros((0, outputs), jnp.float32)
   tiles = tiles or tiling.choose_gpu(x.shape[0], outputs, layout, x.dtype.itemsize, transposed=False)
   weight = _arrays(codes, scale, offset, layout)
   factors = () if adapter is None else (adapter.low, adapter.b)
@@ -271,6 +277,9 @@ def matmul_transposed(
   tiles: GpuTiling | None = None,
 ) -> jax.Array:
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
+  layouts.check(g, codes, scale, offset, layout, transposed=True)
+  if not g.shape[0]:
+    return jnp.zeros((0, layout.inputs), jnp.float32)
   tiles = tiles or tiling.choose_gpu(g.shape[0], codes.shape[1], layout, g.dtype.itemsize, transposed=True)
   weight = _arrays(codes, scale, offset, layout)
   return _call(_backward_kernel, g, weight, layout.inputs, layout, tiles, interpret, tiling.NAMES[1])

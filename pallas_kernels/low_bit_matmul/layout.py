@@ -182,3 +182,48 @@ def level_of(code: jax.Array, layout: Layout) -> jax.Array:
       jnp.where(is_set, high, low) for low, high in zip(choices[::2], choices[1::2], strict=True)
     ]
   return jnp.asarray(choices[0], jnp.float32)
+
+
+def check(
+  x: jax.Array, codes: jax.Array, scale: Scales, offset: jax.Array | None, layout: Layout, transposed: bool
+) -> None:
+  """Refuses operands that do not belong together: a kernel would read beside them.
+
+  Args:
+    x: [M, K], or [M, N] of a product with the transposed weight.
+    codes: bytes [byte rows, N].
+    scale: of each block.
+    offset: likewise, or None.
+    layout: what the bytes mean.
+    transposed: whether the product is that with the transposed weight.
+
+  Raises:
+    ValueError: naming the operand, what it is and what it should be.
+  """
+  tail = layout.tail
+  rows = layout.byte_rows + (tail.byte_rows if tail else 0)
+  blocks, outputs = layout.blocks + (tail is not None), codes.shape[-1]
+
+  def refuse(what: str, found: object, wanted: str) -> ValueError:
+    return ValueError(f'{what} is {found}, not {wanted}, for a weight of {layout.inputs} inputs')
+
+  if codes.shape != (rows, outputs) or codes.dtype != layout.dtype:
+    wanted = f'{jnp.dtype(layout.dtype)} [{rows}, N]'
+    raise refuse('the array of codes', f'{codes.dtype} {list(codes.shape)}', wanted)
+  given = outputs if transposed else layout.inputs
+  if x.ndim != 2 or x.shape[1] != given or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    wanted = f'[M, {given}] in float32, bfloat16 or float16'
+    raise refuse('the left operand', f'{x.dtype} {list(x.shape)}', wanted)
+  if isinstance(scale, DoubleQuantized) != layout.double_quantized:
+    raise refuse('the scale', type(scale).__name__, 'in 8 bits' if layout.double_quantized else 'an array')
+  wide = (blocks, outputs), (blocks, 1)
+  if isinstance(scale, DoubleQuantized):
+    shapes = tuple(each.shape for each in scale)
+    if shapes != ((blocks, outputs), (blocks, -(-outputs // GROUP)), (1, 1)):
+      raise refuse('the scale in 8 bits', shapes, f'codes, steps and an offset for {blocks} x {outputs}')
+  elif scale.shape not in wide:
+    raise refuse('the scale', list(scale.shape), f'[{blocks}, {outputs} or 1]')
+  if (offset is not None) != layout.has_offsets:
+    raise refuse('the offset', 'missing' if offset is None else 'there', 'as the layout says')
+  if offset is not None and offset.shape not in wide:
+    raise refuse('the offset', list(offset.shape), f'[{blocks}, {outputs} or 1]')

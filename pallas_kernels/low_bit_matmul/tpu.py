@@ -367,8 +367,10 @@ def _call(
   )(*x, *factors, *operands)
 
 
-def obstacle(layout: Layout) -> str | None:
-  """Why no tile serves a layout, None if one serves products small and large."""
+def obstacle(layout: Layout, device_kind: str = '') -> str | None:
+  """Why no tile serves a layout on that kind of TPU, None if one serves products small and large."""
+  if hardware.is_before_v5(device_kind):
+    return f'{device_kind} holds too little beside its cores, and looks no levels up across sublanes'
   layout = dataclasses.replace(layout, double_quantized=False)  # scales may be read back first
   try:
     for tokens, outputs in ((tiling.FEWEST_TOKENS, tiling.LANES), (4096, 16512)):
@@ -462,7 +464,9 @@ def matmul(
 
   Raises:
     NotImplementedError: no tile serves.
+    ValueError: operands that do not belong together.
   """
+  layouts.check(x, codes, scale, offset, layout, transposed=False)
   given, outputs = x.shape[0], codes.shape[1]
   x = _filled(x)
   rank = 0 if adapter is None else adapter.rank
@@ -499,6 +503,7 @@ def matmul_transposed(
   tiles: Tiling | None = None,
 ) -> jax.Array:
   """g [M, N] · Wᵀ [N, K] as float32 [M, K], as `reference.matmul_transposed` defines it; else as `matmul`."""
+  layouts.check(g, codes, scale, offset, layout, transposed=True)
   given, outputs = g.shape
   g = _filled(g)
   if tiles is None:

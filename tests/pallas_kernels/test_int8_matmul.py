@@ -92,6 +92,13 @@ class TestContract:
       BACKENDS[name](ones((3, 4)), ones((3, 4)))
     with pytest.raises(ValueError, match='may exceed an int32'):
       BACKENDS[name](ones((1, 133145)), ones((133145, 1)))
+    with pytest.raises(ValueError, match=r'row_scale is \[2, 1\], not \[3, 1\] or \[1, 1\]'):
+      BACKENDS[name](ones((3, 4)), ones((4, 3)), jnp.ones((2, 1)))
+    with pytest.raises(ValueError, match='int32 sums take no scales'):
+      BACKENDS[name](ones((3, 4)), ones((4, 3)), jnp.ones((3, 1)), dtype=jnp.dtype('int32'))
+    with pytest.raises(ValueError, match='codes are int8'):
+      BACKENDS[name](jnp.ones((3, 4)), ones((4, 3)))
+    assert BACKENDS[name](ones((0, 4)), ones((4, 3))).shape == (0, 3)
     with pytest.raises(ValueError, match='nn, nt, tn'):
       BACKENDS[name](ones((3, 4)), ones((4, 3)), form='no')
 

@@ -39,6 +39,7 @@ CASES = (
   ('int4:axis=tensor', (127, 17, 1), 'bfloat16'),
   ('int4:tile=64x32', (7, 131, 127), 'float32'),
   ('int4:tile=64x32,asym', (7, 131, 127), 'float32'),
+  ('nf4:tile=64x32,dq', (7, 131, 127), 'float32'),
   ('nf4:block=64,dq', (7, 131, 700), 'float32'),
   ('int3:block=32', (1, 1536, 64), 'float32'),
   ('int3:axis=channel', (7, 131, 127), 'bfloat16'),
@@ -63,6 +64,16 @@ def raw(q: QTensor) -> tuple:
 def test_the_reference_decodes_the_weight(scheme: str, shape: tuple[int, int, int], dtype: str):
   q = quantize(draw(*shape[1:]), scheme)
   np.testing.assert_array_equal(reference.dequantize(*raw(q)), dequantize(q))
+
+
+@pytest.mark.parametrize('numbers', ['nf4', 'nf3', 'nf2', 'fp4', 'bnb_fp4', 'int8', 'int4', 'int3', 'int2'])
+@pytest.mark.parametrize('shared', ['block=32', 'tile=32x16', 'tile=32x1', 'tile=48x700', 'axis=channel'])
+def test_what_kernels_are_given_is_the_weight(numbers: str, shared: str):
+  options = ['', ',dq'] if shared[0] in 'bt' else ['']
+  options += [',asym'] if numbers.startswith('int') else []
+  for option in options + ([',scale=e8m0'] if numbers in ('fp4', 'int4') else []):
+    q = quantize(draw(131, 97), f'{numbers}:{shared}{option}')
+    np.testing.assert_array_equal(reference.dequantize(*raw(q)), dequantize(q))
 
 
 @pytest.mark.parametrize('inputs,block', [(44, 20), (9, 9)])
@@ -125,6 +136,31 @@ class Contract:
     np.testing.assert_array_equal(dx, jnp.full((2, 65), 3.0))
     y = self.products['matmul'](jnp.ones((2, 65)), *raw(q), interpret=True)
     np.testing.assert_array_equal(y, jnp.full((2, 3), 65.0))
+
+  def test_no_rows_have_no_results(self):
+    q = quantize(draw(64, 8), 'nf4:block=32')
+    for name, (given, wanted) in (('matmul', (64, 8)), ('matmul_transposed', (8, 64))):
+      assert self.products[name](jnp.zeros((0, given)), *raw(q), interpret=True).shape == (0, wanted)
+
+  def test_operands_that_do_not_belong_together_are_refused(self):
+    x, g, q = draw(7, 100), draw(7, 48), quantize(draw(100, 48), 'int4:block=32,asym')
+    codes, scale, offset, layout = raw(q)
+    *_, in_8_bits = raw(quantize(draw(100, 48), 'nf4:block=32,dq'))
+    for given, says in (
+      ((x[:, :64], codes, scale, offset, layout), r'left operand is float32 \[7, 64\], not \[M, 100\]'),
+      ((x.astype(jnp.int32), codes, scale, offset, layout), 'left operand is int32'),
+      ((x, codes[:-1], scale, offset, layout), r'array of codes is uint8 \[49, 48\], not uint8 \[50, N\]'),
+      ((x, codes.astype(jnp.int8), scale, offset, layout), 'array of codes is int8'),
+      ((x, codes, scale[:2], offset, layout), r'scale is \[2, 48\], not \[4, 48 or 1\]'),
+      ((x, codes, scale[:, :24], offset, layout), r'scale is \[4, 24\]'),
+      ((x, codes, scale, None, layout), 'offset is missing'),
+      ((x, codes, scale, offset[:1], layout), r'offset is \[1, 48\]'),
+      ((x, codes, scale, None, in_8_bits), 'not in 8 bits'),
+    ):
+      with pytest.raises(ValueError, match=says):
+        self.products['matmul'](*given, interpret=True)
+      with pytest.raises(ValueError, match='left operand'):
+        self.products['matmul_transposed'](g[:, :40], *raw(q), interpret=True)
 
   def test_dot_uses_it_under_jit_scan_remat_and_vmap(self, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dispatch, 'target_platform', lambda: self.platform)
@@ -314,7 +350,11 @@ def test_each_device_of_a_mesh_multiplies_its_part(path: str, scheme: str, n: in
     ('pallas', 'nf4:block=64', 'bfloat16', 'runs on a cpu.*pallas_interpret runs here'),
   ],
 )
-def test_what_a_kernel_cannot_do_is_said_and_auto_goes_on(name: str, scheme: str, compute: str, says: str):
+def test_what_a_kernel_cannot_do_is_said_and_auto_goes_on(
+  name: str, scheme: str, compute: str, says: str, monkeypatch: pytest.MonkeyPatch
+):
+  if name != 'pallas':
+    monkeypatch.setattr(dispatch, 'target_platform', lambda: name.removeprefix('pallas_'))
   q, x = quantize(draw(64, 16), scheme), draw(3, 64, dtype=compute)
   with pytest.raises(NotImplementedError, match=f"kernels = '{name}'.*{says}.*use kernels = 'auto' or 'xla'"):
     ops.dot(x, q, Numerics(policy(compute=compute), name), path='layers/mlp/down/kernel')
