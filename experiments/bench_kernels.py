@@ -28,7 +28,7 @@ from experiments import cli, cpu_times, kernel_cases, kernel_times
 from experiments.kernel_cases import Case
 from qjax import chips, files, records
 from qjax.chips import CompileError
-from qjax.errors import UserError
+from qjax.errors import UserError, nearest
 from qjax.progress import Bar
 
 _COMPILE_ONLY = flags.DEFINE_bool('compile_only', False, 'Compile for the chips of --chip; time nothing.')
@@ -47,12 +47,14 @@ TOGETHER = 8
 def main(argv: list[str]) -> int:
   del argv
   if unknown := [name for name in _KERNELS.value if name not in kernel_cases.KERNELS]:
-    raise UserError(f'--kernels: there is no {unknown[0]!r}; there are {", ".join(kernel_cases.KERNELS)}')
+    raise UserError(f'--kernels: there is no {unknown[0]!r}{nearest(unknown[0], kernel_cases.KERNELS)}')
+  if _COMPILE_ONLY.value and _CPU.value:
+    raise UserError('--cpu times the CPU, and --compile_only times nothing; give one of them')
   return _compile() if _COMPILE_ONLY.value else _time()
 
 
 def _compile() -> int:
-  names = [name.strip() for name in _CHIP.value if name.strip()]
+  names = list(dict.fromkeys(chips.find(name).name for name in _CHIP.value if name.strip()))
   if not names or any(chips.find(name).kind == 'cpu' for name in names):
     raise UserError('--chip names TPUs and GPUs, for instance --chip=v5e,sm90; --cpu times the CPU')
   todo = [
@@ -123,17 +125,23 @@ def _compile_table(rows: list[dict[str, Any]]) -> str:
 def _time() -> int:
   platform = jax.default_backend()
   is_cpu = _CPU.value or platform == 'cpu'
+  if flags.FLAGS['chip'].present:
+    raise UserError('--chip is for --compile_only; what is timed is what is here')
   if is_cpu and _KERNELS.value:
     raise UserError('--kernels: a CPU is timed with no kernel of ours; leave it out, or give --compile_only')
   if is_cpu and not _CPU.value:
     print('there is no accelerator here, only a CPU: it is timed instead, with no kernel of ours')
+  where = Path(_WORKDIR.value) / f'{"cpu" if is_cpu else platform}.json'
+  try:
+    where.parent.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'--workdir={_WORKDIR.value} cannot be made: {error.strerror}') from error
   if is_cpu:
     with jax.default_device(jax.devices('cpu')[0]):
       found, table = cpu_times.measure(_REPEATS.value, _QUICK.value), cpu_times.table
   else:
     found, table = kernel_times.measure_all(_REPEATS.value, _QUICK.value, _KERNELS.value), kernel_times.table
   print(table(found))
-  where = Path(_WORKDIR.value) / f'{"cpu" if is_cpu else platform}.json'
   files.write_json(where, records.environment() | found)
   print(f'written to {where}')
   if _JSON.value:

@@ -26,7 +26,7 @@ from pallas_kernels import dispatch, target, tuned
 from pallas_kernels.grouped_adapter import tiling as grouped
 from pallas_kernels.int8_matmul import tiling as int8
 from pallas_kernels.low_bit_matmul import tiling as low_bit
-from qjax.errors import UserError
+from qjax.errors import UserError, nearest
 from qjax.progress import Bar
 from qjax.quant.formats import parse_scheme
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
   for scheme in _FORMATS.value:
     parse_scheme(scheme)
   if unknown := [name for name in _KERNELS.value if name not in APART]:
-    raise UserError(f'--kernels: {unknown[0]!r} has no tiles to tune; {", ".join(APART)} have')
+    raise UserError(f'--kernels: {unknown[0]!r} has no tiles to tune{nearest(unknown[0], APART)}')
   platform = dispatch.target_platform()
   if platform not in ('tpu', 'gpu'):
     raise UserError(f'there is no TPU or NVIDIA GPU here, only a {platform}: nothing can be measured')

@@ -132,10 +132,14 @@ def group(collections: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   They may differ in rank, scale, dtype and targets; where one has no adapter and another has, it adds zeros.
 
   Raises:
-    UserError: there are none, or they are not of the same model.
+    UserError: there are none, or they are not of the same model, or no collections of `Adapter`.
   """
-  if not collections:
-    raise UserError('there are no adapters to group')
+  if isinstance(collections, Mapping) or not collections:
+    raise UserError(f'what is grouped is a list of collections of adapters, not {type(collections).__name__}')
+  for index, each in enumerate(collections):
+    leaves = jax.tree.leaves(each, is_leaf=is_adapter)
+    if not leaves or not all(isinstance(leaf, Adapter) for leaf in leaves):
+      raise UserError(f'number {index} of what is grouped is no collection of adapters, as a run trains them')
   flat = [trees.flatten(each, is_adapter) for each in collections]
   found = {}
   for path in sorted(set().union(*flat)):

@@ -42,13 +42,19 @@ def greedy(
       (`adapters.group`). Prompts of different adapters share batches.
 
   Raises:
-    UserError: a prompt is empty, or does not fit the model's context together with its answer; or the
-      adapters named are not there.
+    UserError: a prompt is empty, holds what is no token of the model, or does not fit its context together
+      with the answer; or the adapters named are not there; or a number of prompts or tokens is too small.
   """
+  if batch_size < 1 or max_new_tokens < 0:
+    raise UserError(f'batch_size = {batch_size}, max_new_tokens = {max_new_tokens}; 1 and 0 are the least')
   if empty := [index for index, prompt in enumerate(prompts) if not len(prompt)]:
     raise UserError(f'prompt {empty[0]} is empty')
   if not prompts:
     return []
+  for index, prompt in enumerate(prompts):
+    tokens_of = np.asarray(prompt)
+    if tokens_of.dtype.kind not in 'iu' or tokens_of.min() < 0 or tokens_of.max() >= model.config.vocab_size:
+      raise UserError(f'prompt {index} holds what is no token: ids are 0 to {model.config.vocab_size - 1}')
   width = max(map(len, prompts)) + max_new_tokens
   if width > model.config.context_length:
     raise UserError(
@@ -105,6 +111,8 @@ def greedy(
 
 
 def _check_adapters(adapter_of: Sequence[int], prompts: int, count: int) -> None:
+  if np.ndim(adapter_of) != 1 or np.asarray(adapter_of).dtype.kind not in 'iu':
+    raise UserError(f'adapter_of = {adapter_of!r} is no list of whole numbers, one for each prompt')
   if len(adapter_of) != prompts:
     raise UserError(f'adapter_of names {len(adapter_of)} adapters for {prompts} prompts; give one for each')
   if wrong := [index for index in adapter_of if not -1 <= index < count]:

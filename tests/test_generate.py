@@ -112,6 +112,9 @@ def test_what_cannot_be_is_said(params, loras):
   for variables, of, says in (
     (both, [0], 'names 1 adapters for 2 prompts'),
     (both, [0, 3], 'there is no adapter 3; there are 3'),
+    (both, [0, 1.7], 'no list of whole numbers'),
+    (both, [True, False], 'no list of whole numbers'),
+    (both, 0, 'no list of whole numbers'),
     ({'params': params, 'lora': loras[0]}, [0, 0], 'make it by adapters.group'),
     ({'params': params}, [0, 0], 'make it by adapters.group'),
   ):
@@ -119,8 +122,17 @@ def test_what_cannot_be_is_said(params, loras):
       generate.greedy(model, variables, PROMPTS[:2], 1, NO_END, adapter_of=of)
   with pytest.raises(UserError, match='adapters are assigned to 0'):
     generate.greedy(model, both, PROMPTS[:2], 1, NO_END)
-  with pytest.raises(UserError, match='no adapters to group'):
-    adapters.group([])
+  for wrong in ([], loras[0]):
+    with pytest.raises(UserError, match='a list of collections of adapters'):
+      adapters.group(wrong)
+  for wrong in (grouped, params, None):
+    with pytest.raises(UserError, match='number 1 of what is grouped is no collection of adapters'):
+      adapters.group([loras[0], wrong])
+  for prompt in ([3, 288], [-1], [1.5]):
+    with pytest.raises(UserError, match='prompt 1 holds what is no token: ids are 0 to 287'):
+      generate.greedy(model, both, [[1, 2], prompt], 1, NO_END)
+  with pytest.raises(UserError, match='batch_size = 0'):
+    generate.greedy(model, both, PROMPTS, 1, NO_END, batch_size=0)
   other = adapters.init(SPECS[0], {'layers/attn/q/kernel': (2, 32, 32)}, jax.random.key(0))
   with pytest.raises(UserError, match='of different models'):
     adapters.group([loras[0], other])

@@ -209,12 +209,15 @@ def test_every_kernel_is_timed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_wrong_names_are_refused():
-  assert "there is no 'int9_matmul'" in run('--compile_only', '--kernels=int9_matmul', status=2)
+  assert "there is no 'int9_matmul'; did you mean 'int8_" in run('--kernels=int9_matmul', status=2)
   assert "no chip 'v5f'; did you mean 'v5" in run('--compile_only', '--chip=v5f', status=2)
 
 
 def test_kernels_that_would_not_be_timed_are_refused():
   assert 'a CPU is timed with no kernel of ours' in run('--cpu', '--kernels=int8_matmul', status=2)
+  assert '--chip is for --compile_only' in run('--cpu', '--chip=v5e', status=2)
+  assert 'give one of them' in run('--cpu', '--compile_only', status=2)
+  assert 'cannot be made' in run('--cpu', f'--workdir={__file__}', status=2)
 
 
 @pytest.mark.parametrize(('chip', 'module'), [('v5e', 'libtpu'), ('sm90', 'jax_cuda12_plugin')])

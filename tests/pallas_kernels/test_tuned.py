@@ -181,7 +181,7 @@ def test_tiles_that_compute_something_else_are_refused(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize('flag,says', [
   ('--kernels=int8_matmul', 'nothing can be measured'),
-  ('--kernels=quantize_tokens', "'quantize_tokens' has no tiles to tune; low_bit_matmul, "),
+  ('--kernels=quantize_tokens', "'quantize_tokens' has no tiles to tune; valid: grouped_adapter, "),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(flag: str, says: str):
   command = [sys.executable, '-m', 'experiments.tune_kernels', flag]
