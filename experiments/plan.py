@@ -38,7 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import cli
-from qjax import build, chips, files, report
+from pallas_kernels import dispatch
+from qjax import build, chips, files, report, train
 from qjax.cache import cache_dir
 from qjax.chips import GIB, Chip
 from qjax.errors import UserError
@@ -72,10 +73,13 @@ def main(argv: list[str]) -> int:
     return _validate()
   config = cli.config_of(_CONFIG)
   wanted = _chips(_CHIP.value)
+  notes = [config, *map(cli.lab_note, _BESIDE.value)]
+  for each in notes:
+    _check_kernels(each, wanted)
   if _FIND.value:
     return _find(config, wanted, _FIND.value)
   plans, records = [], []
-  for each in (config, *map(cli.lab_note, _BESIDE.value)):
+  for each in notes:
     found = _show(each, wanted)
     plans += found
     records += [{'config': each.name} | plan.record() for plan in found]
@@ -94,7 +98,7 @@ def main(argv: list[str]) -> int:
 def _show(config: ConfigDict, wanted: Sequence[Chip]) -> list[Plan]:
   """Plans a config for each chip, and prints them, with advice where it does not fit."""
   with stage(f'tracing the step of {config.name}'):
-    traced = Traced(build.program(config))
+    traced = Traced(_program(config))
   plans = [_plan(config, traced, chip) for chip in wanted]
   console = _console()
   console.print(_table(config, plans))
@@ -102,6 +106,18 @@ def _show(config: ConfigDict, wanted: Sequence[Chip]) -> list[Plan]:
     if not plan.fits:
       console.print(_advice(config, chip, traced.plan(chip)))
   return plans
+
+
+def _program(config: ConfigDict) -> train.Program:
+  """What is traced here, for any chip: a kernel by name is the chip's own, and not one of this machine."""
+  return build.program(_changed(config, kernels='auto') if config.kernels in dispatch.PLATFORMS else config)
+
+
+def _check_kernels(config: ConfigDict, wanted: Sequence[Chip]) -> None:
+  """Refuses a kernel by name that a chip does not run, before anything is traced or compiled."""
+  for chip in wanted:
+    if reason := dispatch.unavailable(config.kernels, chip.kind):
+      raise UserError(f"config.kernels = {config.kernels!r}, for {chip.name}: {reason}; use 'auto' or 'xla'")
 
 
 def _chips(names: Sequence[str]) -> list[Chip]:
@@ -193,7 +209,7 @@ def _by(method: str, config: ConfigDict) -> ConfigDict:
 
 
 def _estimate(config: ConfigDict, chip: Chip) -> Plan:
-  return Traced(build.program(config)).plan(chip)
+  return Traced(_program(config)).plan(chip)
 
 
 def _steps_down(config: ConfigDict) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
@@ -263,7 +279,7 @@ def _search(config: ConfigDict, chip: Chip, what: str) -> int | str | None:
       return next((method for method in METHODS if fits(_by(method, config))), None)
     if what == 'batch':
       return largest(lambda n: fits(_changed(config, batch_size=n, micro_batch=n)), 1, MOST_ROWS)
-    longest = build.program(config).model.config.context_length
+    longest = _program(config).model.config.context_length
     step = min(SEQUENCE_STEP, longest)
     return largest(lambda n: fits(_changed(config, data__seq_len=n)), step, longest)
 
@@ -354,7 +370,7 @@ def _validate() -> int:
     config = importlib.import_module(f'configs.{name}').get_config()
     shape = {'model__path': f'shapes:{model}', 'batch_size': batch, 'micro_batch': batch}
     config = _changed(config, **shape, data__seq_len=length, **fields)
-    traced = Traced(build.program(config))
+    traced = Traced(_program(config))
     for chip in map(chips.find, where.split()):
       estimate = traced.plan(chip)
       with stage(f'{name} {model} {batch} x {length}: compiling for {chip.name}'):

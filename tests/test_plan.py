@@ -364,6 +364,12 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
   'misspelt shape': ([*CONFIG, '--config.model.path=shapes:lama2_7b'], 2, "did you mean 'llama2_7b'"),
   'misspelt field': ([*CONFIG, '--config.lora.rnk=8'], 2, "no field 'rnk'"),
   'misspelt search': ([*CONFIG, '--find=batches'], 2, 'batch|sequence|method'),
+  'kernel of a chip': ([*CONFIG, '--config.kernels=pallas', '--chip=v5e'], 0, ''),
+  'kernel of another': (
+    [*CONFIG, '--config.kernels=pallas_tpu', '--chip=v5e,h100'], 2,
+    "for h100: it runs on a TPU, not on an NVIDIA GPU; use 'auto' or 'xla'",
+  ),
+  'misspelt kernel': ([*CONFIG, '--config.kernels=palas'], 2, "did you mean 'pallas'"),
   'no config': ([], 2, '--config is missing'),
   'no chip': ([*CONFIG, '--chip='], 2, '--chip is empty'),
 }
