@@ -370,7 +370,7 @@ def _call(
 def obstacle(layout: Layout, device_kind: str = '') -> str | None:
   """Why no tile serves a layout on that kind of TPU, None if one serves products small and large."""
   if hardware.is_before_v5(device_kind):
-    return f'{device_kind} holds too little beside its cores, and looks no levels up across sublanes'
+    return f'{device_kind} has 16 MiB of vector memory and looks nothing up across sublanes'
   layout = dataclasses.replace(layout, double_quantized=False)  # scales may be read back first
   try:
     for tokens, outputs in ((tiling.FEWEST_TOKENS, tiling.LANES), (4096, 16512)):

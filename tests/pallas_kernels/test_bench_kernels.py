@@ -105,6 +105,7 @@ def test_what_a_chip_cannot_do_is_refused_with_what_does():
   for case, says in (
     (Case('int8_matmul', 'nn', shape, 'v4'), 'multiplies no integers; falls back to XLA'),
     (Case('low_bit_matmul', 'nf4:block=64 float16', shape, 'v5e'), 'no products in float16'),
+    (Case('low_bit_matmul', 'nf4:block=64', shape, 'v4'), '16 MiB of vector memory'),
     (Case('stochastic_round', 'bfloat16', shape, 'h100'), 'falls back to XLA'),
     (Case('grouped_adapter', '8:16 float16', shape, 'v5e'), 'no products in float16'),
     (Case('grouped_adapter', '8:256', shape, 'h100'), 'a rank of 256'),
