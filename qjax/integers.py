@@ -163,7 +163,7 @@ class Where(NamedTuple):
   def axes(self, inputs: int, outputs: int) -> tuple[Any, Any]:
     """Mesh axes over which inputs and outputs of the weight stay split while it is multiplied."""
     mesh = jax.sharding.get_abstract_mesh()
-    if self.path is None or not kernels.is_split():
+    if self.path is None or not kernels.is_split() or kernels.mesh_obstacle():
       return None, None
     k_axes, n_axes = sharding.axes_inside(self.path)
     return sharding.fit(k_axes, inputs, mesh), sharding.fit(n_axes, outputs, mesh)
@@ -171,7 +171,7 @@ class Where(NamedTuple):
 
 def _batch_axes(x: jax.Array) -> Any:
   """Mesh axes over which the rows of x [..., K] are split."""
-  if not kernels.is_split() or x.ndim == 1:
+  if not kernels.is_split() or kernels.mesh_obstacle() or x.ndim == 1:
     return None
   return sharding.fit(sharding.BATCH_AXES, x.shape[0], jax.sharding.get_abstract_mesh())
 
@@ -228,6 +228,8 @@ def encode(
     reason = f'{scheme} is not in int8 with a scale a token'
   elif where.axes(x.shape[-1], 1)[0] is not None:
     reason = 'each device holds a part of a token'
+  elif not x.size:
+    reason = 'there are no rows'
   found = dispatch.explain(dispatch.TOKENS, where.kernels, x.shape[-1], x.dtype, reason, is_demand=False)
   kernels.note(where.path, 'inputs', found)
   if isinstance(found, str):
@@ -277,6 +279,8 @@ def product(
     NotImplementedError: a kernel was asked for by name and can't; with the reason, and what can.
   """
   k, numbers = w.inputs, w.scheme.numbers
+  if not x.size:
+    return jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32)
   codes, x_scale = encode(x, scheme, high, where)
   choice = where.choose('forward')
   scale = per_column(w.scales, w.scheme, w.shape[-1])
@@ -314,6 +318,8 @@ def input_gradient(codes: jax.Array, scale: jax.Array, w: QTensor, where: Where)
   Raises:
     NotImplementedError: as `product`.
   """
+  if not codes.size:
+    return jnp.zeros((*codes.shape[:-1], w.inputs), jnp.float32)
   choice, w_codes = where.choose('dx'), w.unpacked()
   if choice is None:
     return _contract(codes, w_codes, codes.ndim - 1, 1).astype(jnp.float32) * scale
@@ -335,6 +341,8 @@ def weight_gradient(x_codes: jax.Array, codes: jax.Array, scale: jax.Array, wher
   Raises:
     NotImplementedError: as `product`.
   """
+  if not codes.size:
+    return jnp.zeros((x_codes.shape[-1], codes.shape[-1]), jnp.float32)
   choice = where.choose('dw')
   left, right = x_codes.reshape(-1, x_codes.shape[-1]), codes.reshape(-1, codes.shape[-1])
   if choice is None:

@@ -95,8 +95,14 @@ def calls(program: str) -> dict[str, int]:
 
 def mesh_obstacle() -> str | None:
   """Why kernels can't run on the ambient mesh, None if they can."""
-  if len(set(jax.sharding.get_abstract_mesh().axis_types)) > 1:
-    return 'the axes of the mesh are of several types'
+  mesh = jax.sharding.get_abstract_mesh()
+  types = set(mesh.axis_types)
+  if len(types) > 1:
+    return 'the axes of the mesh are of several types, as inside a shard_map over some of them'
+  if AxisType.Explicit in types:
+    return 'the axes of the mesh are explicit'
+  if is_split() and not set(sharding.AXES) <= set(mesh.axis_names):
+    return f'the axes of the mesh are {", ".join(map(str, mesh.axis_names))}, not {", ".join(sharding.AXES)}'
   return None
 
 
@@ -258,8 +264,10 @@ def add_adapters(
   Raises:
     NotImplementedError: a kernel was asked for by name and can't; with the reason, and what can.
   """
+  if not y.size:
+    return y
   mesh, n_axes = jax.sharding.get_abstract_mesh(), None
-  if is_split() and path is not None:
+  if is_split() and path is not None and mesh_obstacle() is None:
     n_axes = sharding.fit(sharding.axes_inside(path)[1], b.shape[-1], mesh)
   outputs = b.shape[-1] // sharding.axis_size(mesh, n_axes)
   sizes = Sizes(b.shape[0], b.shape[1], a.shape[-1], outputs)
@@ -295,5 +303,5 @@ def _axes(path: str | None, w: QTensor, layout: Layout, mesh: AbstractMesh) -> t
     return None, None
   k_axes, n_axes = sharding.axes_inside(path)
   units = layout.blocks if layout.blocks > 1 and layout.tail is None else 1
-  units = w.inputs if layout.blocks == 1 and layout.bits == 8 else units
+  units = w.inputs if layout.blocks == 1 and layout.tail is None and layout.bits == 8 else units
   return sharding.fit(k_axes, units, mesh), sharding.fit(n_axes, w.shape[-1], mesh)

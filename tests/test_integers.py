@@ -126,6 +126,14 @@ def test_two_blocks_add_up(weights: str):
   assert jnp.all(jnp.abs(found - wanted) <= 2 * 3 * 2.0**-24 * size)
 
 
+def test_no_rows_have_no_results_and_no_gradients():
+  x, w = jnp.zeros((2, 0, 16), jnp.bfloat16), draw(16, 8)
+  for name in ('xla', 'pallas_interpret'):
+    y, dx, dw = both(how(name))(x, w, jnp.zeros((2, 0, 8), jnp.bfloat16), jax.random.key(0))
+    assert (y.shape, dx.shape) == ((2, 0, 8), (2, 0, 16))
+    np.testing.assert_array_equal(dw, jnp.zeros((16, 8)))
+
+
 @contextmanager
 def mesh() -> Iterator[None]:
   auto = (jax.sharding.AxisType.Auto,) * 3

@@ -173,12 +173,16 @@ def _walk_rows(tokens: int, work: Any) -> None:
   )
 
 
-def _add(ref: Any, index: Any, total: jax.Array, cuts: int) -> None:
+def _is_first(cuts: int) -> Any:
+  """Whether the first of several parts of a sum is met, None of one; not to be asked within a loop."""
+  return None if cuts == 1 else pl.program_id(2) == 0
+
+
+def _add(ref: Any, index: Any, total: jax.Array, is_first: Any) -> None:
   """Adds a term of the sum to the tile of a result, whose first term sets it."""
-  if cuts == 1:
+  if is_first is None:
     ref[index] = total
     return
-  is_first = pl.program_id(2) == 0
 
   @pl.when(is_first)
   def _() -> None:
@@ -208,14 +212,14 @@ class _Adapter:
     *self._given, self._b = refs
     self.scale, self.total = scale, total
 
-  def meet(self, rows: Any, x: list[jax.Array], end: tuple[Any, int] | None, cuts: int) -> None:
+  def meet(self, rows: Any, x: list[jax.Array], end: tuple[Any, int] | None, is_first: Any) -> None:
     """Adds the terms of x·A that runs of x give, whose inputs begin and end at `end`."""
     if self.total is None:
       return
     terms = []
     for each, ref in zip(x, self._given, strict=True):
       terms.append(dot(each, ref[...] if end is None else _ended(ref[...], 1, *end), (1, 1)))
-    _add(self.total, (rows, slice(None)), sum(terms[1:], terms[0]), cuts)
+    _add(self.total, (rows, slice(None)), sum(terms[1:], terms[0]), is_first)
 
   def add(self, y_ref: Any, rows: Any) -> None:
     """Adds scale · (x·A) · B to rows that met all inputs; x·A is rounded to the dtype of x first."""
@@ -235,7 +239,7 @@ def _forward_kernel(
   inputs = layout.blocks * layout.span
   is_ragged = layout.rows % tiles.rows != 0
   weight = _Weight(weight_refs, scratch, layout, tiles, (0, inputs) if is_ragged else None)
-  first = pl.program_id(2) * tiles.runs(layout)[1]
+  first, is_first = pl.program_id(2) * tiles.runs(layout)[1], _is_first(grid[2])
   _decode_if_new(weight, grid, (first, _across(tiles) * tiles.columns))
 
   def work(rows: Any) -> None:
@@ -244,9 +248,9 @@ def _forward_kernel(
     total = dot(x[0], weight.decoded[0])
     for run in range(1, runs):
       total += dot(x[run], weight.decoded[run])
-    _add(y_ref, (rows, slice(None)), total, grid[2])
+    _add(y_ref, (rows, slice(None)), total, is_first)
     if adapter is not None:
-      adapter.meet(rows, x, (first, inputs) if is_ragged else None, grid[2])
+      adapter.meet(rows, x, (first, inputs) if is_ragged else None, is_first)
 
   _walk_rows(tiles.tokens, work)
   if adapter is not None:
@@ -259,14 +263,14 @@ def _backward_kernel(
 ) -> None:
   (g_ref,), (*weight_refs, dx_ref), scratch = _taken_apart(refs, 1, layout)
   is_ragged = outputs % tiles.columns != 0
-  column = pl.program_id(2) * tiles.columns
+  column, is_first = pl.program_id(2) * tiles.columns, _is_first(grid[2])
   weight = _Weight(weight_refs, scratch, layout, tiles, (1, outputs) if is_ragged else None)
   _decode_if_new(weight, grid, (0, column))
 
   def work(rows: Any) -> None:
     g = _ended(g_ref[rows, :], 1, column, outputs) if is_ragged else g_ref[rows, :]
     for run in range(tiles.runs(layout)[0]):
-      _add(dx_ref, (run, rows, slice(None)), dot(g, weight.decoded[run], (1, 1)), grid[2])
+      _add(dx_ref, (run, rows, slice(None)), dot(g, weight.decoded[run], (1, 1)), is_first)
 
   _walk_rows(tiles.tokens, work)
 

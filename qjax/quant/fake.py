@@ -311,7 +311,7 @@ def gradient_codes(
   With a key codes round up or down at random, so that their mean is the gradient; without, to nearest.
   """
   wide = g.astype(jnp.float32)
-  top = jnp.maximum(jnp.max(jnp.abs(wide), axis, keepdims=True), activations.TINY)
+  top = jnp.maximum(jnp.max(jnp.abs(wide), axis, keepdims=True, initial=0.0), activations.TINY)
   share = wide * (127 / top)
   if key is None:
     rounded = jnp.round(share)

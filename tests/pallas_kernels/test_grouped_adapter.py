@@ -143,6 +143,13 @@ def test_tiles_fit_a_tpu_and_what_cannot_is_refused():
     dispatch.choose(dispatch.GROUPED_ADAPTER, 'pallas', Sizes(2, 256, 512, 512), 'float16', platform='gpu')
 
 
+def test_an_empty_batch_stays_empty():
+  y, x, of_row = jnp.zeros((0, 3, 8)), jnp.zeros((0, 3, 4)), jnp.zeros((0,), jnp.int32)
+  a, b = jnp.ones((2, 2, 4)), jnp.ones((2, 2, 8))
+  for name in ('xla', 'pallas_interpret'):
+    assert kernels.add_adapters(y, x, a, b, jnp.ones(2), of_row, name, None).shape == (0, 3, 8)
+
+
 @pytest.mark.parametrize('name', ['up', 'down'])
 @pytest.mark.parametrize(('rows', 'inputs', 'outputs'), [(8, 256, 64), (7, 17, 131)])
 def test_each_device_of_a_mesh_adds_its_part(name: str, rows: int, inputs: int, outputs: int):

@@ -224,6 +224,17 @@ class TestTPU(Contract):
     assert tiling.choose(512, 128, raw(quantize(draw(128, 128), 'nf4:block=64'))[-1], 4, False).tokens == 512
     self.check('nf4:block=64', (512, 128, 128), 'float32')
 
+  def test_a_tall_tile_meets_each_part_of_a_sum(self):
+    q = quantize(draw(384, 300), 'int8:axis=channel')
+    for name, size, tiles in (
+      ('matmul', 384, tiling.Tiling(512, 128, 300)), ('matmul_transposed', 300, tiling.Tiling(512, 384, 128))
+    ):  # fmt: skip
+      assert tiles.grid(512, 300, raw(q)[-1], name != 'matmul') == (1, 1, 3)
+      given = draw(512, size, seed=1)
+      found = self.products[name](given, *raw(q), interpret=True, tiles=tiles)
+      wanted = getattr(reference, name)(given, *raw(q))
+      np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(wanted))))
+
   @pytest.mark.parametrize('bits', [8, 4, 3, 2])
   @pytest.mark.parametrize('double_quantized', [False, True])
   def test_tiles_cover_what_a_tpu_addresses_and_holds(self, bits: int, double_quantized: bool):
@@ -318,6 +329,8 @@ class TestGPU(Contract):
 @pytest.mark.parametrize('path,scheme,n', [
   ('layers/mlp/up/kernel', 'nf4:block=64', 128), ('layers/mlp/down/kernel', 'int4:block=32,asym', 128),
   ('layers/mlp/down/kernel', 'int8:axis=channel', 128), ('layers/mlp/down/kernel', 'nf4:block=96', 128),
+  # One whole block and a shorter one, between which inputs are not split.
+  ('layers/mlp/down/kernel', 'int8:block=192', 128),
   # Groups of scales that each device has whole, and one that two devices would share.
   ('layers/mlp/up/kernel', 'nf4:block=64,dq', 1024), ('layers/mlp/up/kernel', 'nf4:block=64,dq', 384),
 ])  # fmt: skip
@@ -338,6 +351,26 @@ def test_each_device_of_a_mesh_multiplies_its_part(path: str, scheme: str, n: in
   np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4)
   # 0.1 · y is near 2 and errs by up to 1e-5; the gradient adds up n such terms.
   np.testing.assert_allclose(found[1], wanted[1], rtol=1e-3, atol=1e-6 * max(n, 100))
+
+
+@pytest.mark.parametrize(('names', 'kind', 'says'), [
+  (('data', 'fsdp', 'tensor'), 'Explicit', 'the axes of the mesh are explicit'),
+  (('x', 'y', 'z'), 'Auto', 'the axes of the mesh are x, y, z, not data, fsdp, tensor'),
+])  # fmt: skip
+def test_other_meshes_multiply_by_xla(
+  names: tuple[str, ...], kind: str, says: str, monkeypatch: pytest.MonkeyPatch
+):
+  x, q = draw(4, 64), quantize(draw(64, 32), 'int8:axis=channel')
+  path, token = 'layers/mlp/down/kernel', (('.*', 'int8:axis=token'),)
+  with jax.set_mesh(jax.make_mesh((2, 2, 2), names, axis_types=(getattr(jax.sharding.AxisType, kind),) * 3)):
+    for inputs in ((), token):
+      with pytest.raises(dispatch.Unserved, match=says):
+        ops.dot(x, q, Numerics(policy(), 'pallas_interpret', inputs), path=path)
+    # No kernel for a TPU could be lowered here.
+    monkeypatch.setattr(dispatch, 'target_platform', lambda: 'tpu')
+    for inputs in ((), token):
+      found = ops.dot(x, q, Numerics(policy(), 'auto', inputs), path=path)
+      np.testing.assert_array_equal(found, ops.dot(x, q, Numerics(policy(), 'xla', inputs), path=path))
 
 
 @pytest.mark.parametrize(
