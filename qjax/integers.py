@@ -163,7 +163,7 @@ class Where(NamedTuple):
   def axes(self, inputs: int, outputs: int) -> tuple[Any, Any]:
     """Mesh axes over which inputs and outputs of the weight stay split while it is multiplied."""
     mesh = jax.sharding.get_abstract_mesh()
-    if self.path is None or not kernels.is_split() or kernels.mesh_obstacle():
+    if self.path is None or not kernels.is_split():
       return None, None
     k_axes, n_axes = sharding.axes_inside(self.path)
     return sharding.fit(k_axes, inputs, mesh), sharding.fit(n_axes, outputs, mesh)
@@ -171,7 +171,7 @@ class Where(NamedTuple):
 
 def _batch_axes(x: jax.Array) -> Any:
   """Mesh axes over which the rows of x [..., K] are split."""
-  if not kernels.is_split() or kernels.mesh_obstacle() or x.ndim == 1:
+  if not kernels.is_split() or x.ndim == 1:
     return None
   return sharding.fit(sharding.BATCH_AXES, x.shape[0], jax.sharding.get_abstract_mesh())
 

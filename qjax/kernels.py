@@ -101,15 +101,18 @@ def mesh_obstacle() -> str | None:
     return 'the axes of the mesh are of several types, as inside a shard_map over some of them'
   if AxisType.Explicit in types:
     return 'the axes of the mesh are explicit'
-  if is_split() and not set(sharding.AXES) <= set(mesh.axis_names):
+  if _is_split(mesh) and not set(sharding.AXES) <= set(mesh.axis_names):
     return f'the axes of the mesh are {", ".join(map(str, mesh.axis_names))}, not {", ".join(sharding.AXES)}'
   return None
 
 
-def is_split() -> bool:
-  """Whether a kernel must be told which part of an array each device has."""
-  mesh = jax.sharding.get_abstract_mesh()
+def _is_split(mesh: AbstractMesh) -> bool:
   return not (mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types)
+
+
+def is_split() -> bool:
+  """Whether a kernel must be told which part of an array each device has; False where none can run."""
+  return _is_split(jax.sharding.get_abstract_mesh()) and mesh_obstacle() is None
 
 
 def layout_in(scheme: Scheme, inputs: int) -> Layout:
@@ -267,7 +270,7 @@ def add_adapters(
   if not y.size:
     return y
   mesh, n_axes = jax.sharding.get_abstract_mesh(), None
-  if is_split() and path is not None and mesh_obstacle() is None:
+  if is_split() and path is not None:
     n_axes = sharding.fit(sharding.axes_inside(path)[1], b.shape[-1], mesh)
   outputs = b.shape[-1] // sharding.axis_size(mesh, n_axes)
   sizes = Sizes(b.shape[0], b.shape[1], a.shape[-1], outputs)
